@@ -1,0 +1,427 @@
+"""GPipe: the ``nn.Module`` that a user sees.
+
+The way of a mini-batch: split into micro-batches → through the stages, as the schedule says → outputs → loss →
+gradients backwards through the same stages → ``.grad`` of the user's own parameters → a trace.
+
+Called like the model, ``pipe(x)`` runs the schedule's forward half at once. Its output hangs on two small autograd
+nodes, whose backward runs the other half::
+
+    [1] x ── Drain ── token ── Outputs ── output ── loss
+    [2]      Drain ◄─ token ◄─ Outputs ◄─ gradient ◄─ loss.backward()
+
+``Outputs`` keeps the gradient where it is and hands a CPU token on. ``Drain``, whose gradient is that token, thus
+runs in the thread that called ``backward()``. It may wait there for the stages. In a CUDA device's own autograd
+thread it must not: the stages need that thread for their backward passes.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gpipe_lite import microbatch
+from gpipe_lite.balance import balance as best_balance
+from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
+from gpipe_lite.partition import partition, shared_parameters
+from gpipe_lite.profiling import parameter_counts
+from gpipe_lite.randomness import StepSeed
+from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, Task
+from gpipe_lite.stage import Head, Stage
+from gpipe_lite.runtime import Timeline
+from gpipe_lite.threads import Run, Workers
+from gpipe_lite.trace import Trace
+
+ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came out of :meth:`GPipe.step`.
+
+    Attributes:
+        loss: of the whole mini-batch, shape ``()``, detached.
+        outputs: the model's outputs for the mini-batch, detached, if they were asked for.
+    """
+
+    loss: Tensor
+    outputs: Any
+    _timeline: Timeline
+
+    @property
+    def trace(self) -> Trace:
+        """What ran when, measured, in seconds."""
+        return self._timeline.trace()
+
+
+class GPipe(nn.Module):
+    """A sequential model on a pipeline of devices.
+
+    >>> from torch import nn, randn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> pipe = GPipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+    >>> pipe(randn(16, 4)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([8, 4])
+
+    It is the model: its parameters are the model's own, under the same names.
+
+    Args:
+        module: the model; each layer takes what the one before returns, any nesting of tensors.
+        balance: layers per partition; None splits so that the largest partition has as few parameters as possible.
+        devices: one a partition; None takes the CUDA devices there are, else CPU stages, as many as ``balance``
+            has entries, or as torch has threads. The parameters are moved there.
+        chunks: M, into how many micro-batches a mini-batch is cut; one that is smaller is cut into single samples.
+        checkpoint: which micro-batches keep only the boundary activations and recompute the rest: "always" all,
+            "except_last" all but the last, "never" none.
+        schedule: "gpipe", "1f1b" or "naive"; or a function of (K, M), or a :class:`Schedule`, that then says itself
+            what is recomputed.
+
+    Raises:
+        TypeError: if the module is not an ``nn.Sequential``, or an argument has the wrong type.
+        ValueError: if the numbers do not fit together; the message shows them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[str | int | torch.device] | None = None,
+        chunks: int = 1,
+        checkpoint: Checkpoint = "except_last",
+        schedule: ScheduleLike = "gpipe",
+    ) -> None:
+        super().__init__()
+        if isinstance(chunks, bool) or not isinstance(chunks, int):
+            raise TypeError(f"chunks must be a whole number, not {chunks!r}")
+        if chunks < 1:
+            raise ValueError(f"chunks must be 1 or more, not {chunks}: it is the number of micro-batches")
+        if checkpoint not in get_args(Checkpoint):
+            raise ValueError(f"checkpoint must be one of {', '.join(get_args(Checkpoint))}, not {checkpoint!r}")
+        if isinstance(schedule, str) and schedule not in BY_NAME:
+            raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}")
+        self.chunks = chunks
+        self.checkpoint: Checkpoint = checkpoint
+        self._schedule = schedule
+
+        wanted = None if devices is None else [torch.device(device) for device in devices]
+        if balance is None:
+            partition(module, [len(module)] if isinstance(module, nn.Sequential) else [1])  # the checks of the model
+            available = len(wanted if wanted is not None else _cuda_devices() or range(torch.get_num_threads()))
+            balance = best_balance(parameter_counts(module), min(available, len(module)))
+        self.balance = list(balance)
+        self.partitions = partition(module, self.balance)
+        self.devices = _place(self.partitions, wanted)
+        for name, layer in module.named_children():
+            if hasattr(self, name):
+                raise ValueError(f"layer {name!r} has the name of an attribute of GPipe: rename the layer")
+            self.add_module(name, layer)
+        self.training = module.training
+        self._workers: Workers | None = None
+        self._timeline: Timeline | None = None
+        self._plans: dict[tuple[int, Checkpoint], _Plan] = {}
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer of the model."""
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers of the model."""
+        return iter(cast(Iterable[nn.Module], self._modules.values()))
+
+    @property
+    def trace(self) -> Trace:
+        """What ran when in the last run, measured, in seconds.
+
+        Raises:
+            RuntimeError: if nothing ran yet.
+        """
+        if self._timeline is None:
+            raise RuntimeError("nothing ran yet: call the pipe, or step(), then look at its trace")
+        return self._timeline.trace()
+
+    def forward(self, batch: Any) -> Any:
+        """Run a mini-batch through the pipeline, like the model itself.
+
+        Args:
+            batch: any nesting of tensors that agree on the size of their first axis, N; other values are
+                handed to every micro-batch.
+
+        Returns:
+            What the model returns, its tensors' first axis N again, on the last device.
+
+        Raises:
+            ValueError: if the batch is empty, holds no tensor or scalar ones, or its sizes disagree.
+        """
+        grad = torch.is_grad_enabled()
+        micro_batches = microbatch.split(batch, self.chunks)
+        plan = self._plan_for(len(micro_batches))
+        if grad and not plan.flushes:
+            raise ValueError(
+                f"schedule {plan.whole.name!r} starts backward passes before the last forward pass, so it needs the "
+                "loss inside: call pipe.step(x, y, loss_fn), or use schedule='gpipe' with loss.backward()"
+            )
+        run = self._new_run(plan)
+        results = run.execute(plan.forward, {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)})
+        outputs = [results[Task(Phase.FORWARD, len(self.balance) - 1, m)] for m in range(len(micro_batches))]
+        with torch.no_grad():
+            merged = microbatch.merge(outputs)
+        needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in microbatch.flatten(outputs[0])[0]]
+        if not (grad and any(needs_grad)):
+            return merged
+        leaves, spec = microbatch.flatten(merged)
+        sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
+        half = _BackwardHalf(run, plan.backward, microbatch.flatten(batch)[0], leaves, needs_grad, sizes)
+        anchor = torch.empty((), requires_grad=True)  # so that autograd comes by even if no input requires grad
+        token = _Drain.apply(half, anchor, *half.inputs)
+        tensors = iter(_Outputs.apply(half, token))
+        return microbatch.unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def step(
+        self, x: Any, y: Any, loss_fn: LossFn, *, weight: Weight | None = None, keep_outputs: bool = False
+    ) -> StepResult:
+        """Run the whole schedule with the loss inside: outputs, loss and, with grad enabled, gradients.
+
+        The loss and the gradients equal those of the whole mini-batch to rounding. Gradients are added to the
+        parameters' ``.grad``, as ``backward()`` does. Any schedule can run so, and the last stage need not
+        keep the outputs of all micro-batches.
+
+        Args:
+            x: the mini-batch, as for :meth:`forward`.
+            y: the target, any nesting of tensors with the same first axis.
+            loss_fn: of one micro-batch's output and target; a tensor of shape ``()``.
+            weight: what ``loss_fn`` averages over, given a target, if it is not samples and ``loss_fn`` does not
+                tell; see :func:`gpipe_lite.loss.micro_batch_weights`.
+            keep_outputs: return the outputs too.
+
+        Raises:
+            ValueError: if x and y disagree on the batch size, or the loss is not one number.
+        """
+        num_samples = microbatch.batch_size(x)
+        if (num_targets := microbatch.batch_size(y)) != num_samples:
+            raise ValueError(f"x has {num_samples} samples and y {num_targets}: each sample needs one target")
+        micro_batches = microbatch.split(x, self.chunks)
+        targets = microbatch.split(y, self.chunks)
+        sizes = microbatch.sizes(num_samples, len(micro_batches))
+        weights = micro_batch_weights(loss_fn, targets, sizes, weight)
+        kept: dict[int, Any] = {}
+        last, device = len(self.balance) - 1, self.devices[-1]
+
+        def head(micro_batch: int, output: Any) -> Tensor:
+            if keep_outputs:
+                kept[micro_batch] = microbatch.map_tensors(Tensor.detach, output)
+            loss = loss_fn(output, microbatch.map_tensors(lambda t: t.to(device), targets[micro_batch]))
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"the loss function returned {shape}; step() needs a tensor of shape ()")
+            return loss
+
+        plan = self._plan_for(len(micro_batches))
+        run = self._new_run(plan, head)
+        given: dict[Task, Any] = {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)}
+        if torch.is_grad_enabled():
+            for m, share in enumerate(weights):
+                given[Task(Phase.BACKWARD, last, m)] = [torch.tensor(share, dtype=torch.float64, device=device)]
+        results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
+        with torch.no_grad():
+            losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
+            # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
+            loss = torch.stack([part for part, share in zip(losses, weights, strict=True) if share]).sum()
+            outputs = microbatch.merge([kept[m] for m in range(len(weights))]) if keep_outputs else None
+        return StepResult(loss, outputs, run.timeline)
+
+    def schedule_for(self, num_micro_batches: int) -> Schedule:
+        """The schedule by which so many micro-batches are run.
+
+        Raises:
+            ValueError: if the user's own schedule is for other numbers of stages or micro-batches.
+            ScheduleError: if it cannot be run.
+        """
+        return self._plan_for(num_micro_batches).whole
+
+    def _plan_for(self, num_micro_batches: int) -> "_Plan":
+        key = (num_micro_batches, self.checkpoint)
+        if key not in self._plans:
+            self._plans[key] = _Plan(_make(self._schedule, len(self.balance), num_micro_batches, self.checkpoint))
+        return self._plans[key]
+
+    def _new_run(self, plan: "_Plan", head: Head | None = None) -> Run:
+        seed = StepSeed()
+        stages, first_layer = [], 0
+        for k, (layers, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
+            is_last = k + 1 == len(self.partitions)
+            stages.append(Stage(k, layers, first_layer, device, plan.whole, seed, head if is_last else None))
+            first_layer += len(layers)
+        run = Run(plan.whole, stages, self.devices, self._get_workers())
+        self._timeline = run.timeline
+        return run
+
+    def _get_workers(self) -> Workers | None:
+        if len(self.devices) == 1:
+            return None
+        if self._workers is None or self._workers.pid != os.getpid():  # threads do not survive a fork
+            self._workers = Workers(self.devices)
+        return self._workers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: not the threads, nor the last run."""
+        return {**super().__getstate__(), "_workers": None, "_timeline": None}
+
+
+class _Plan:
+    """A schedule and its halves."""
+
+    def __init__(self, whole: Schedule) -> None:
+        self.whole = whole
+        self.forward = whole.only(Phase.FORWARD)
+        self.backward = whole.only(Phase.RECOMPUTE, Phase.BACKWARD)
+        rows = zip(whole.device_tasks, self.forward.device_tasks, strict=True)
+        self.flushes = all(row[: len(forward)] == forward for row, forward in rows)
+
+
+class _BackwardHalf:
+    """What the two autograd nodes share: the run, and the gradients on their way into it."""
+
+    def __init__(
+        self,
+        run: Run,
+        part: Schedule,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        needs_grad: Sequence[bool],
+        sizes: Sequence[int],
+    ) -> None:
+        self._run: Run | None = run
+        self._part = part
+        self._sizes = list(sizes)
+        self._at = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.inputs = [inputs[i] for i in self._at]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
+        self.outputs = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        self.constant = [
+            leaf for leaf, needs in zip(outputs, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs
+        ]
+        self.gradients: Sequence[Tensor | None] = ()
+
+    def run(self) -> list[Tensor | None]:
+        """Run the backward half; return the gradients of the inputs that require grad."""
+        if self._run is None:
+            raise RuntimeError(
+                "backward ran through this output of the pipeline already, and the stages have freed their "
+                "activations: call the pipe again before the next backward()"
+            )
+        run, self._run = self._run, None
+        pieces = [None if gradient is None else gradient.split(self._sizes) for gradient in self.gradients]
+        self.gradients = ()
+        last, given = run.schedule.num_stages - 1, {}
+        for m in range(len(self._sizes)):
+            of_tensors = iter([piece and piece[m] for piece in pieces])
+            given[Task(Phase.BACKWARD, last, m)] = [next(of_tensors) if yes else None for yes in self._is_tensor]
+        results = run.execute(self._part, given)
+        rows = [results[Task(Phase.BACKWARD, 0, m)] for m in range(len(self._sizes))]
+        return [self._join(tensor, [row[i] for row in rows]) for tensor, i in zip(self.inputs, self._at, strict=True)]
+
+    def _join(self, tensor: Tensor, parts: list[Tensor | None]) -> Tensor | None:
+        if all(part is None for part in parts):
+            return None
+        shape = tensor.shape[1:]
+        filled = [
+            torch.zeros(size, *shape, dtype=tensor.dtype, device=tensor.device) if part is None else part.to(tensor.device)
+            for size, part in zip(self._sizes, parts, strict=True)
+        ]
+        return torch.cat(filled)
+
+
+class _Drain(torch.autograd.Function):
+    """Hands a token to ``_Outputs``; runs the backward half when it comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, half: _BackwardHalf, _anchor: Tensor, *_inputs: Tensor) -> Tensor:
+        ctx.half = half
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.half.run()
+
+
+class _Outputs(torch.autograd.Function):
+    """Lends the outputs a history; keeps their gradients for ``_Drain``."""
+
+    @staticmethod
+    def forward(ctx: Any, half: _BackwardHalf, _token: Tensor) -> tuple[Tensor, ...]:
+        ctx.half = half
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*half.constant)
+        outputs, half.outputs, half.constant = tuple(half.outputs), [], []
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
+        ctx.half.gradients = gradients
+        return None, torch.zeros((), device="cpu")
+
+
+def _make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, checkpoint: Checkpoint) -> Schedule:
+    """Build a schedule from what the user named, and check that it fits."""
+    if isinstance(schedule, Schedule):
+        found = schedule
+    elif isinstance(schedule, str):
+        found = BY_NAME[schedule](num_stages, num_micro_batches, checkpoint)
+    else:
+        found = schedule(num_stages, num_micro_batches)
+    found.check()
+    sizes = found.num_stages, found.num_micro_batches, found.num_devices
+    wanted = num_stages, num_micro_batches, num_stages
+    if sizes != wanted:
+        raise ValueError(
+            "schedule {!r} has {} stages, {} micro-batches and {} devices; the pipeline has {}, {} and {}".format(
+                found.name, *sizes, *wanted
+            )
+        )
+    return found
+
+
+def _place(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device] | None
+) -> list[torch.device]:
+    """Move each partition to its device; choose the devices if they are not given."""
+    if devices is None:
+        devices = _cuda_devices() or [torch.device("cpu")] * len(partitions)
+    if len(devices) < len(partitions):
+        raise ValueError(
+            f"{len(partitions)} partitions need as many devices, not {len(devices)}: give more devices (one may stand "
+            f'several times, as in ["cpu"] * {len(partitions)}), or a balance with {len(devices)} entries'
+        )
+    placed = [_actual(device) for device in devices[: len(partitions)]]
+    for name, stages in shared_parameters(partitions):
+        if len({placed[stage] for stage in stages}) > 1:
+            raise ValueError(
+                f"parameter {name!r} is shared by stages {stages} on different devices: choose a balance that puts its "
+                "layers on one device"
+            )
+    for layers, device in zip(partitions, placed, strict=True):
+        layers.to(device)
+    return placed
+
+
+def _cuda_devices() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _actual(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is "cuda:0"."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device {str(device)!r} cannot be used here: {error}") from error

@@ -1,0 +1,74 @@
+"""What each micro-batch's loss weighs in the mini-batch's.
+
+A loss that averages averages over something: samples, or the tokens that are not masked. The mean of the
+micro-batches' means is the mini-batch's mean only if each is weighted by what it averaged over.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LossFn = Callable[[Any, Any], Tensor]
+Weight = Callable[[Any], float | Tensor]
+
+
+def micro_batch_weights(
+    loss_fn: LossFn, targets: Sequence[Any], sizes: Sequence[int], weight: Weight | None = None
+) -> list[float]:
+    """Weights with which the micro-batches' losses add up to the mini-batch's.
+
+    Args:
+        loss_fn: its ``reduction`` attribute tells a sum from a mean; torch's cross-entropy and negative
+            log-likelihood, as modules, functions or partials, tell which targets they ignore and how they weigh
+            classes. Any other function is taken to average over samples.
+        targets: one a micro-batch.
+        sizes: samples of each micro-batch.
+        weight: what the loss of a micro-batch averages over, given its target, where ``loss_fn`` cannot tell; such
+            as ``lambda target: (target != pad).sum()``.
+
+    Returns:
+        M numbers: all 1 for a sum, else fractions that add up to 1; nan if there is nothing to average over,
+        as for the whole mini-batch.
+
+    Raises:
+        ValueError: if ``loss_fn`` does not reduce to one number.
+    """
+    function, options = _options(loss_fn)
+    reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        raise ValueError("the loss function has reduction='none'; step() needs one number, so use 'mean' or 'sum'")
+    if reduction == "sum" and weight is None:
+        return [1.0] * len(sizes)
+    counts = [
+        float(weight(target)) if weight else _averages_over(function, options, target, size)
+        for target, size in zip(targets, sizes, strict=True)
+    ]
+    total = sum(counts)
+    return [count / total if total else float("nan") for count in counts]
+
+
+def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
+    """The function or module type under partials, and the options that it was given."""
+    options: dict[str, Any] = {}
+    while isinstance(loss_fn, partial):
+        options = {**loss_fn.keywords, **options}
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, nn.Module):
+        names = ("reduction", "ignore_index", "weight")
+        return type(loss_fn), {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    return loss_fn, options
+
+
+def _averages_over(function: Any, options: dict[str, Any], target: Any, size: int) -> float:
+    known = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+    if function not in known or not isinstance(target, Tensor) or target.is_floating_point():
+        return float(size)
+    kept = target != options.get("ignore_index", -100)
+    class_weights = options.get("weight")
+    if class_weights is None:
+        return float(kept.sum())
+    return float(class_weights.to(target.device)[torch.where(kept, target, 0)][kept].sum())

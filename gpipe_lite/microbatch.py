@@ -1,0 +1,253 @@
+"""How a mini-batch becomes micro-batches, and micro-batches a mini-batch again.
+
+A batch is any nesting of tuples, lists, dicts, named tuples and registered dataclasses. Its tensors are cut
+along their first axis; everything else in it is handed to every micro-batch::
+
+    {"x": tensor(7, 3), "scale": 2}
+        │ split into 3                   ▲ merge
+        ▼                                │
+    {"x": tensor(3, 3), "scale": 2}, {"x": tensor(2, 3), "scale": 2}, {"x": tensor(2, 3), "scale": 2}
+
+Both are made of ``flatten`` and ``unflatten``, with which every stage, too, reaches the tensors in what crosses
+a boundary. There most values are a tensor or a tuple of tensors, so these take a short way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Torch's functions on nestings have no public name in 2.13; torch.func and torch.export are built on these.
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+
+Spec = TreeSpec
+"""The structure of a nesting, without its leaves."""
+
+_LEAF: Spec = tree_structure(0)
+
+
+@cache
+def _flat_tuple(length: int) -> Spec:
+    return tree_structure((0,) * length)
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """Take a nesting apart into its leaves, from left to right, and its structure.
+
+    Raises:
+        TypeError: if a leaf hides tensors, such as a dataclass that is not registered: no one could cut them.
+    """
+    if isinstance(value, Tensor):
+        return [value], _LEAF
+    if type(value) is tuple:
+        for part in value:
+            if not isinstance(part, Tensor):
+                break
+        else:
+            return list(value), _flat_tuple(len(value))
+    leaves, spec = tree_flatten(value)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) and _hides_tensors(leaf):
+            raise TypeError(
+                f"{_place('value', value, i)} is a {type(leaf).__name__} with tensors that torch cannot reach: "
+                "pass a tuple, list or dict, or register the class (torch.export.register_dataclass)"
+            )
+    return leaves, spec
+
+
+def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
+    """Put a nesting together again; the inverse of :func:`flatten`."""
+    if spec is _LEAF:
+        return leaves[0]
+    if spec is _flat_tuple(len(leaves)):
+        return tuple(leaves)
+    return tree_unflatten(leaves, spec)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The nesting with ``function`` applied to its tensors, and everything else as it is."""
+    leaves, spec = flatten(value)
+    return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def batch_size(batch: Any) -> int:
+    """How many samples a batch has: the size of the first axis, on which all its tensors agree.
+
+    Raises:
+        TypeError: if the batch holds no tensor.
+        ValueError: if a tensor has no axis, two tensors disagree, or there are 0 samples.
+    """
+    tensors = [(i, leaf) for i, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise TypeError(f"a batch needs at least 1 tensor to tell its size; there are 0 in {_outline(batch)}")
+    for i, tensor in tensors:
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"{_place('batch', batch, i)} is a tensor of 0 axes, and a batch is cut along the first: "
+                "give it 1 value a sample, or pass a Python number, which every micro-batch gets"
+            )
+    at, first = tensors[0]
+    for i, tensor in tensors[1:]:
+        if tensor.shape[0] != first.shape[0]:
+            raise ValueError(
+                f"{_place('batch', batch, at)} has {first.shape[0]} samples, shape {tuple(first.shape)}, and "
+                f"{_place('batch', batch, i)} has {tensor.shape[0]}, shape {tuple(tensor.shape)}: "
+                "make their first axes equal"
+            )
+    if first.shape[0] == 0:
+        raise ValueError(f"the batch has 0 samples, {_outline(batch)}: pass 1 or more, or skip it")
+    return first.shape[0]
+
+
+def sizes(num_samples: int, num_micro_batches: int) -> list[int]:
+    """The sizes of the micro-batches: they differ by at most one, the larger ones come first.
+
+    >>> sizes(7, 3)
+    [3, 2, 2]
+
+    Args:
+        num_samples: N, 1 or more.
+        num_micro_batches: M, 1 or more.
+
+    Returns:
+        min(M, N) sizes whose sum is N.
+
+    Raises:
+        ValueError: if either number is below 1.
+    """
+    for number, what in ((num_samples, "samples"), (num_micro_batches, "micro-batches")):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"a batch is split into a whole number of {what}, 1 or more, not {number!r}")
+    pieces = min(num_samples, num_micro_batches)
+    small, num_larger = divmod(num_samples, pieces)
+    return [small + 1] * num_larger + [small] * (pieces - num_larger)
+
+
+def split(batch: Any, num_micro_batches: int) -> list[Any]:
+    """Cut a batch into micro-batches.
+
+    Args:
+        batch: a nesting whose tensors have shape ``(N, ...)``.
+        num_micro_batches: M, 1 or more.
+
+    Returns:
+        min(M, N) nestings like the batch. Their tensors are views of the batch's, with the :func:`sizes` above;
+        what is not a tensor is the batch's own object in each.
+
+    Raises:
+        TypeError: as :func:`batch_size`.
+        ValueError: as :func:`batch_size` and :func:`sizes`.
+    """
+    pieces = len(sizes(batch_size(batch), num_micro_batches))
+    # Layers may write into each of tensor_split's views; into those of split and chunk autograd forbids it.
+    if isinstance(batch, Tensor):
+        return list(batch.tensor_split(pieces))
+    leaves, spec = flatten(batch)
+    columns = [leaf.tensor_split(pieces) if isinstance(leaf, Tensor) else [leaf] * pieces for leaf in leaves]
+    return [unflatten(row, spec) for row in zip(*columns, strict=True)]
+
+
+def merge(micro_batches: Sequence[Any]) -> Any:
+    """Join micro-batches into a batch; the inverse of :func:`split`.
+
+    Args:
+        micro_batches: 1 or more nestings of one structure. Their tensors have shapes ``(n, ...)`` that differ in
+            n alone, and they agree on what is not a tensor.
+
+    Returns:
+        A nesting whose tensors have shape ``(N, ...)``. A single micro-batch is returned as it is, uncopied.
+
+    Raises:
+        ValueError: if there are no micro-batches, or they differ in more than n.
+    """
+    if not micro_batches:
+        raise ValueError("there are 0 micro-batches to merge: pass 1 or more")
+    first = micro_batches[0]
+    if len(micro_batches) == 1:
+        return first
+    rows, specs = zip(*(flatten(micro_batch) for micro_batch in micro_batches), strict=True)
+    for m, spec in enumerate(specs):
+        if spec != specs[0]:
+            raise ValueError(
+                f"micro-batch 0 is {_outline(first)}, and micro-batch {m} is {_outline(micro_batches[m])}: "
+                "return the same structure for every micro-batch"
+            )
+    return unflatten([_join(parts, first, i) for i, parts in enumerate(zip(*rows, strict=True))], specs[0])
+
+
+def _join(parts: Sequence[Any], first: Any, i: int) -> Any:
+    """Join leaf i of every micro-batch; ``first`` is micro-batch 0, to tell where that leaf stands."""
+    head = parts[0]
+    for m, part in enumerate(parts):
+        if not (isinstance(head, Tensor) and isinstance(part, Tensor)):
+            if not _agree(head, part):
+                raise ValueError(
+                    f"{_place('output', first, i)} is {_outline(head)} in micro-batch 0, and {_outline(part)} in "
+                    f"micro-batch {m}: return what differs as a tensor with 1 value a sample"
+                )
+        elif part.dim() == 0:
+            raise ValueError(
+                f"{_place('output', first, i)} is a tensor of 0 axes in micro-batch {m} of {len(parts)}, and they "
+                "are joined along the first: return 1 value a sample, and leave means to the loss function"
+            )
+        elif part.shape[1:] != head.shape[1:]:
+            raise ValueError(
+                f"{_place('output', first, i)} has shape {tuple(head.shape)} in micro-batch 0, and "
+                f"{tuple(part.shape)} in micro-batch {m}: only the first axis may differ, so pad the others"
+            )
+    return torch.cat(parts) if isinstance(head, Tensor) else head
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two leaves, not both of them tensors, are the same or equal."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare element by element
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf is a container that torch takes for one value, with tensors in it."""
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        parts = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    elif isinstance(leaf, Mapping):
+        parts = list(leaf.values())
+    elif isinstance(leaf, list | tuple | set | frozenset):
+        parts = list(leaf)
+    else:
+        return False
+    return any(isinstance(part, Tensor) for part in tree_leaves(parts))
+
+
+def _place(root: str, value: Any, i: int) -> str:
+    """Where leaf i stands in a nesting, such as ``batch['x'][0]``."""
+    path, _ = tree_flatten_with_path(value)[0][i]
+    return root + keystr(path)
+
+
+class _Bare(str):
+    """Text that stands in a repr without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _outline(value: Any) -> str:
+    """A nesting for an error: shapes in the place of tensors."""
+    return repr(tree_map(lambda x: _Bare(f"tensor{tuple(x.shape)}") if isinstance(x, Tensor) else x, value))

@@ -1,0 +1,160 @@
+"""One stream of random numbers for each (step, layer, micro-batch), whatever the threads' timing.
+
+Two things go wrong with torch's default generator in a pipeline. Recomputation must draw the numbers that the
+forward pass drew, or dropout drops other units. And all CPU threads share one generator, so what a stage draws
+depends on which thread came first; saving and restoring its state around a stage does not help, because another
+thread draws in between.
+
+So a stage runs under a :class:`Stream`. It lets every torch function pass but those that draw random numbers (torch
+tags them); these find the default generator seeded for their layer and micro-batch, one at a time, and leave it as
+it was. The seed depends on the step's seed, the layer's index in the whole model and the micro-batch, not on the
+stage: any number of stages, threads and recomputations draws the same numbers, bit for bit.
+
+The step's seed is drawn from torch's default generator, once, by the first function of the step that needs it, so
+``torch.manual_seed`` governs all, and a model that draws nothing leaves the generator untouched.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from hashlib import blake2b
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_DRAWING = threading.Lock()
+"""Held while the default generator carries a stream's state. Every draw of every pipeline takes it."""
+
+
+class StepSeed:
+    """The seed of one step, drawn when first needed."""
+
+    def __init__(self, value: int | None = None) -> None:
+        self._value = value
+
+    def of(self, layer: int, micro_batch: int) -> int:
+        """The 64-bit seed of one layer's stream for one micro-batch. Call it with the lock held."""
+        if self._value is None:
+            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+            self._value = int(drawn)
+        packed = struct.pack("<3q", self._value, layer, micro_batch)
+        return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+class Stream(TorchFunctionMode):
+    """Random numbers for one stage: enter it, then set ``layer`` and ``micro_batch`` before each layer.
+
+    Args:
+        seed: the step's.
+        device: the stage's; its generator is governed beside the CPU's.
+    """
+
+    def __init__(self, seed: StepSeed, device: torch.device) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._states: list[Tensor] | None = None
+        self._at = (0, 0)
+
+    def at(self, layer: int, micro_batch: int) -> None:
+        """Start the stream of this layer and micro-batch from its beginning."""
+        self._at = (layer, micro_batch)
+        self._states = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``; where it draws, let it draw from this stream."""
+        kwargs = kwargs or {}
+        if not draws(func) or _is_quiet(func, args, kwargs):
+            return func(*args, **kwargs)
+        with _DRAWING:
+            seed = self._seed.of(*self._at) if self._states is None else None
+            before = [generator.get_state() for generator in self._generators]
+            try:
+                if seed is not None:
+                    for generator in self._generators:
+                        generator.manual_seed(seed)
+                else:
+                    _restore(self._generators, self._states or [])
+                return func(*args, **kwargs)
+            finally:
+                self._states = [generator.get_state() for generator in self._generators]
+                _restore(self._generators, before)
+
+
+def _restore(generators: list[Generator], states: list[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+_PYTHON_FUNCTIONS_THAT_DRAW = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
+    "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
+    "fractional_max_pool3d_with_indices multi_head_attention_forward "
+    "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
+    "orthogonal_ sparse_ lobpcg pca_lowrank svd_lowrank".split()
+)
+"""Functions of torch that are written in Python, so that no tag tells that they draw."""
+
+
+@cache
+def draws(func: Callable[..., Any]) -> bool:
+    """Whether a torch function may draw random numbers: torch tags its operators so."""
+    name = getattr(func, "__name__", "")
+    if isinstance(func, FunctionType):
+        return name in _PYTHON_FUNCTIONS_THAT_DRAW
+    operator = getattr(torch.ops.aten, name, None)
+    if not isinstance(operator, torch._ops.OpOverloadPacket):
+        return False
+    overloads = (getattr(operator, overload) for overload in operator.overloads())
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _is_quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call draws nothing after all, since its dropout is off: then it need not take turns."""
+    match func.__name__:
+        case "scaled_dot_product_attention":
+            return not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu":
+            is_packed = not isinstance(args[3], bool)
+            dropout, training = args[6:8] if is_packed else args[5:7]
+            return not (dropout and training)
+        case "multi_head_attention_forward":
+            return not (kwargs.get("training", True) and (args[11] if len(args) > 11 else kwargs["dropout_p"]))
+    return False
+
+
+_RANDOM_MODULES = (
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+
+
+def never_draws(layers: nn.Module) -> bool:
+    """Whether a module surely draws nothing, so that it can run without a stream and its small cost.
+
+    Sure of are torch's own layers but the random ones. Of other people's modules and of hooks nobody knows.
+    """
+    return all(
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not isinstance(module, _RANDOM_MODULES)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in layers.modules()
+    )

@@ -1,0 +1,117 @@
+"""The only loop that interprets a schedule, and what it needs of a transport.
+
+    for each of my tasks:  receive what it waits for → run it on its stage → send on what it made
+
+Threads (:mod:`gpipe_lite.threads`) and processes run this same loop; they differ in their :class:`Channel` alone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from gpipe_lite.schedule import Task
+from gpipe_lite.stage import Stage
+from gpipe_lite.trace import Event, Trace
+
+
+class Channel(Protocol):
+    """How values reach a device and leave it."""
+
+    def recv(self, task: Task) -> Any:
+        """Wait for what ``task`` needs from other tasks, and return it; None if it needs nothing.
+
+        Raises:
+            Cancelled: if another device failed.
+        """
+
+    def send(self, task: Task, value: Any) -> None:
+        """Hand what ``task`` made to the task that needs it."""
+
+    def close(self, error: BaseException) -> None:
+        """Wake everyone who waits, or will wait: this device has failed."""
+
+
+class Cancelled(Exception):  # noqa: N818 - it is no error of its own, it follows another device's
+    """Another device failed, so this one stops."""
+
+
+def run_tasks(device: int, tasks: Iterable[Task], stages: Mapping[int, Stage], channel: Channel, log: "Log") -> None:
+    """Run one device's tasks in order.
+
+    Args:
+        device: the row of the schedule that this is.
+        tasks: the row.
+        stages: the stages that live on the device.
+        channel: its connection to the others.
+        log: where to write down when each task ran.
+
+    Raises:
+        BaseException: whatever a task raised, with notes on where; all others are woken first.
+    """
+    for task in tasks:
+        value = None
+        stage = stages[task.stage]
+        try:
+            value = channel.recv(task)
+            start = log.now()
+            value = stage.run(task, value)
+            log.add(task, device, start, log.now())
+            channel.send(task, value)
+        except BaseException as error:
+            if not isinstance(error, Cancelled):
+                stage.explain(error, task, value)
+            channel.close(error)
+            raise
+
+
+class Log:
+    """When each task of one device ran, by the computer's clock or, on a CUDA device, by the device's.
+
+    A CUDA device works on after Python has gone on, so its times are events in its stream, read when asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._rows: list[tuple[Task, int, Any, Any]] = []
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+            self._zero = self.now()
+        self._zero_time = perf_counter()
+
+    def now(self) -> Any:
+        """A point in the device's time."""
+        if self._cuda is None:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._cuda))
+        return event
+
+    def add(self, task: Task, device: int, start: Any, end: Any) -> None:
+        """Write down that a task ran from ``start`` to ``end``, both from :meth:`now`."""
+        self._rows.append((task, device, start, end))
+
+    def events(self) -> list[Event]:
+        """What ran, in seconds of ``perf_counter``; waits for a CUDA device to finish."""
+        if self._cuda is None:
+            return [Event(*row) for row in self._rows]
+        torch.cuda.synchronize(self._cuda)
+
+        def seconds(mark: torch.cuda.Event) -> float:
+            return self._zero_time + self._zero.elapsed_time(mark) / 1e3
+
+        return [Event(task, device, seconds(start), seconds(end)) for task, device, start, end in self._rows]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The logs of a run's devices. It outlives the run, whose activations it does not hold."""
+
+    name: str
+    logs: tuple[Log, ...]
+
+    def trace(self) -> Trace:
+        """What ran when so far, in seconds of ``perf_counter``."""
+        return Trace(tuple(event for log in self.logs for event in log.events()), len(self.logs), self.name)

@@ -1,0 +1,287 @@
+"""All stages in one process, a thread for each device.
+
+The threads are started once and reused from step to step. They are daemons that wait without using time, and they
+end with their pool, so they never keep the interpreter alive.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_lite import transfer
+from gpipe_lite.microbatch import flatten, unflatten
+from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
+from gpipe_lite.schedule import Phase, Schedule, Task
+from gpipe_lite.stage import Stage
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """What torch keeps for each thread and the caller expects everywhere: modes and CUDA streams."""
+
+    grad: bool
+    inference: bool
+    autocasts: Mapping[str, torch.dtype | None]  # None: no autocast
+    autocast_cache: bool
+    streams: Mapping[torch.device, torch.cuda.Stream]
+
+    @classmethod
+    def of_caller(cls, devices: Iterable[torch.device]) -> "Ambient":
+        """Read the calling thread's."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds},
+            torch.is_autocast_cache_enabled(),
+            {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"},
+        )
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Give the current thread these modes, and the device's stream, for a while."""
+        with ExitStack() as stack:
+            if device in self.streams:
+                stack.enter_context(torch.cuda.stream(self.streams[device]))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocasts.items():
+                if dtype is not None or torch.is_autocast_enabled(kind):
+                    on, cache = dtype is not None, self.autocast_cache
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cache))
+            yield
+
+
+Letter = tuple[Task | None, Any, transfer.Ready]
+"""The task that needs a value, the value, and when it may be read. No task: someone failed."""
+
+
+class Mailboxes:
+    """The values on their way between the devices of one run, and those that leave it.
+
+    Args:
+        schedule: says on which device each stage is.
+        devices: where the values are needed.
+    """
+
+    def __init__(self, schedule: Schedule, devices: Sequence[torch.device]) -> None:
+        self._device_of = schedule.device_of
+        self.last_stage = schedule.num_stages - 1
+        self._devices = devices
+        self._queues: list[SimpleQueue[Letter]] = [SimpleQueue() for _ in devices]
+        self.results: dict[Task, Any] = {}
+
+    def put(self, consumer: Task, value: Any, ready: transfer.Ready) -> None:
+        """Leave a value for the task that needs it."""
+        self._queues[self._device_of[consumer.stage]].put((consumer, value, ready))
+
+    def close(self) -> None:
+        """Wake whoever waits, or will wait."""
+        for queue in self._queues:
+            queue.put((None, None, {}))
+
+    def of(self, device: int) -> "ThreadChannel":
+        """The channel of one device."""
+        return ThreadChannel(self, self._devices[device], self._queues[device])
+
+
+class ThreadChannel:
+    """One device's connection to the others; a :class:`gpipe_lite.runtime.Channel`."""
+
+    def __init__(self, mail: Mailboxes, device: torch.device, queue: SimpleQueue[Letter]) -> None:
+        self._mail = mail
+        self._device = device
+        self._queue = queue
+        self._arrived: dict[Task, tuple[Any, transfer.Ready]] = {}
+
+    def recv(self, task: Task) -> Any:
+        """Wait for what ``task`` needs; values for later tasks are put aside."""
+        if task.phase is Phase.RECOMPUTE:
+            return None
+        while task not in self._arrived:
+            consumer, value, ready = self._queue.get()
+            if consumer is None:
+                raise Cancelled
+            self._arrived[consumer] = value, ready
+        return _bring(*self._arrived.pop(task), self._device)
+
+    def send(self, task: Task, value: Any) -> None:
+        """Hand a value to the stage after, a gradient to the stage before, or either to the caller."""
+        if task.phase is Phase.RECOMPUTE:
+            return
+        neighbour = task.stage + (1 if task.phase is Phase.FORWARD else -1)
+        if 0 <= neighbour <= self._mail.last_stage:
+            consumer = Task(task.phase, neighbour, task.micro_batch)
+            self._mail.put(consumer, value, transfer.mark([self._device]))
+        else:
+            self._mail.results[task] = value
+
+    def close(self, error: BaseException) -> None:
+        """Wake everyone: this device has failed."""
+        self._mail.close()
+
+
+def _bring(value: Any, ready: transfer.Ready, device: torch.device) -> Any:
+    """Bring a nesting of tensors to a device; whether they require grad comes along."""
+    leaves, spec = flatten(value)
+    if not ready and all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor)):
+        return value
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return transfer.receive(leaf.detach(), ready, device).requires_grad_(leaf.requires_grad)
+
+    return unflatten([one(leaf) for leaf in leaves], spec)
+
+
+class Workers:
+    """A thread for each device, started once, given one job a run.
+
+    Args:
+        devices: the devices; those on CPU share the caller's intra-op threads evenly.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._num_cpu = sum(device.type == "cpu" for device in devices)
+        self._submitting = threading.Lock()
+        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in devices]
+        self.pid = os.getpid()
+        self.stop = weakref.finalize(self, _stop, self._queues)
+        for index, (device, queue) in enumerate(zip(devices, self._queues, strict=True)):
+            threading.Thread(target=_work, args=(device, queue), name=f"gpipe-{index}", daemon=True).start()
+
+    def run(self, jobs: Sequence[Job], ambient: Ambient, cancel: Job) -> None:
+        """Run a job on each worker and wait until all have ended.
+
+        Args:
+            jobs: one a worker.
+            ambient: the modes to run under.
+            cancel: wakes jobs that wait for each other; called when the caller is interrupted.
+
+        Raises:
+            BaseException: what the first failing job raised, or what interrupted the caller.
+        """
+        threads = torch.get_num_threads()
+        share = max(1, threads // max(1, self._num_cpu))
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        errors: list[BaseException] = []
+        running = 0
+        try:
+            with self._submitting:  # so that all workers see concurrent runs in the same order
+                for queue, device, job in zip(self._queues, self._devices, jobs, strict=True):
+                    queue.put(partial(_run_job, job, ambient, device, share, ended))
+                    running += 1
+        except BaseException as interrupt:
+            cancel()
+            errors.append(interrupt)
+        while running:
+            try:
+                error = ended.get()
+                running -= 1
+            except BaseException as interrupt:  # Ctrl-C: stop the others, wait for them, then pass it on
+                cancel()
+                error = interrupt
+            if error is not None:
+                errors.append(error)
+        torch.set_num_threads(threads)  # a worker's setting becomes the default of threads yet to start
+        if errors:
+            try:
+                raise next((error for error in errors if not isinstance(error, Cancelled)), errors[0])
+            finally:
+                errors.clear()  # the traceback holds this frame: do not hold the traceback
+
+
+def _run_job(
+    job: Job, ambient: Ambient, device: torch.device, share: int, ended: SimpleQueue[BaseException | None]
+) -> None:
+    try:
+        if torch.get_num_threads() != share:
+            torch.set_num_threads(share)
+        with ambient.entered(device):
+            job()
+    except BaseException as error:
+        ended.put(error)
+    else:
+        ended.put(None)
+
+
+def _work(device: torch.device, queue: SimpleQueue[Job | None]) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while (job := queue.get()) is not None:
+        job()
+        del job  # it holds the run, and with it the activations
+
+
+def _stop(queues: Sequence[SimpleQueue[Job | None]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
+class Run:
+    """One mini-batch on its way through the stages: may be executed in parts, such as forward and backward.
+
+    Args:
+        schedule: of the whole way.
+        stages: by index.
+        devices: by the schedule's rows.
+        workers: one a device; None to work in the calling thread, on the only device.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[Stage], devices: Sequence[torch.device], workers: Workers | None
+    ) -> None:
+        self.schedule = schedule
+        self._stages = stages
+        self._devices = devices
+        self._workers = workers
+        self._ambient = Ambient.of_caller(devices)  # of forward: in backward() autograd has grad mode off
+        self.timeline = Timeline(schedule.name, tuple(Log(device) for device in devices))
+
+    def execute(self, part: Schedule, inputs: Mapping[Task, Any]) -> dict[Task, Any]:
+        """Run a part of the schedule.
+
+        Args:
+            part: some of the schedule's tasks, in its order.
+            inputs: the values that come from outside, by the task that needs them.
+
+        Returns:
+            What leaves the pipeline: outputs by the F of the last stage, gradients by the B of the first.
+
+        Raises:
+            BaseException: what a stage raised; all that the stages remember is dropped.
+        """
+        mail = Mailboxes(self.schedule, self._devices)
+        for task, value in inputs.items():
+            tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+            mail.put(task, value, transfer.mark({tensor.device for tensor in tensors}))
+        stages = {stage.index: stage for stage in self._stages}
+        jobs = [
+            partial(run_tasks, device, row, stages, mail.of(device), log)
+            for device, (row, log) in enumerate(zip(part.device_tasks, self.timeline.logs, strict=True))
+        ]
+        try:
+            if self._workers is None:
+                with self._ambient.entered(self._devices[0]):
+                    jobs[0]()
+            else:
+                self._workers.run(jobs, self._ambient, cancel=mail.close)
+        except BaseException:
+            for stage in self._stages:
+                stage.forget()
+            raise
+        return mail.results
