@@ -1,14 +1,14 @@
 """Where to cut: layer costs in, layers per stage out.
 
-A pipeline is as fast as its slowest stage, so the best split is one whose largest stage is smallest. It is found
-exactly, in two steps::
+A pipeline is as fast as its slowest stage, so the best split is one whose largest stage is smallest. It is
+found exactly, in two steps::
 
-    costs       3  1  4  1    5  9    2  6      to be split into three stages
-    1. bound    how small can the largest stage be? bisection finds 14: with 13, three stages do not hold all
-    2. balance  which split within the bound is most even? dynamic programming finds 9, 14, 8
+    costs       2 1 2 1 6, to be split into three stages
+    1. bound    how small can the largest stage be? Bisection finds 6.
+    2. balance  which split within the bound is most even? Dynamic programming finds 2 1 | 2 1 | 6.
 
-Costs are compared as whole numbers: a float is a whole number over a power of two, so floats that are multiplied
-by the largest such power add up without rounding.
+Costs are added and compared as whole numbers: a float is a whole number over a power of two, so multiplied by
+the largest such power all become whole, and nothing is rounded.
 """
 
 import math
@@ -23,12 +23,12 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     """Split layers into contiguous stages so that the largest stage cost is as small as can be.
 
     Of the splits with the smallest largest stage it takes the most even one: the least sum of squared stage
-    costs, which is the least variance. If there is still a choice, the last stage gets as few layers as possible,
-    then the one before it, and so on: a layer that costs nothing, such as a ReLU by parameters, stays with the
-    layer before it.
+    costs, which is the least variance. If there is still a choice, the last stage gets as few layers as can
+    be, then the one before it, and so on: a layer that costs nothing, such as a ReLU by parameters, stays
+    with the layer before it.
 
-    >>> balance([3, 1, 4, 1, 5, 9, 2, 6], 3)
-    [4, 2, 2]
+    >>> balance([2, 1, 2, 1, 6], 3)
+    [2, 2, 1]
 
     Args:
         costs: of each layer, 0 or more, in any unit that adds up.
@@ -63,7 +63,7 @@ def check_balance(balance: Iterable[SupportsIndex], num_layers: int) -> list[int
         TypeError: if it is not a sequence of whole numbers.
         ValueError: if a stage would be empty, or the sum is not ``num_layers``.
     """
-    if isinstance(balance, str) or not isinstance(balance, Iterable):
+    if not isinstance(balance, Iterable):
         raise TypeError(
             f"balance is a sequence such as [2, 2], the number of layers of each stage, not {balance!r}"
         )
@@ -123,7 +123,9 @@ def _smallest_bound(sums: list[int], num_stages: int) -> int:
 
     def is_enough(bound: int) -> bool:
         end = 0
-        for _ in range(num_stages):  # fill each stage as far as the bound allows
+        for _ in range(
+            num_stages
+        ):  # each as full as the bound allows; stages left empty can take from others
             end = bisect_right(sums, sums[end] + bound) - 1
         return end == len(sums) - 1
 
@@ -140,11 +142,11 @@ def _smallest_bound(sums: list[int], num_stages: int) -> int:
 def _most_even(sums: list[int], num_stages: int, bound: int) -> list[int]:
     """The balance with the least sum of squares, no stage above the bound, by dynamic programming.
 
-    ``best[j]`` is the least price of the first j layers in k stages, ``cut[j]`` is where their last stage starts.
-    A stage over the bound pays a fine that no split within it would pay, so the price is a convex function of the
-    stage's cost. Then the best cut moves right as layers or stages are added: the cuts of k - 1 stages for j and
-    of k stages for j + 1 fence it in (F. F. Yao, *Efficient dynamic programming using quadrangle inequalities*,
-    STOC 1980).
+    ``best[j]`` is the least price of the first j layers in k stages, ``cut[j]`` where their last stage
+    starts. A stage above the bound pays a fine that exceeds the price of any split within it, and yet the
+    price stays a convex function of the stage's cost. So the best cut moves right, if at all, as layers or
+    stages are added: the one for k - 1 stages and the one for j + 1 layers fence it in (F. F. Yao,
+    *Efficient dynamic programming using quadrangle inequalities*, STOC 1980).
     """
     num_layers = len(sums) - 1
     fine = sums[-1] ** 2 + 1

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
 from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
-from gpipe_lite.partition import partition, shared_parameters
+from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
 from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, Task
@@ -108,9 +108,9 @@ class GPipe(nn.Module):
         self.checkpoint: Checkpoint = checkpoint
         self._schedule = schedule
 
-        wanted = None if devices is None else [torch.device(device) for device in devices]
+        wanted = None if devices is None else [_actual(device) for device in devices]
         if balance is None:
-            partition(module, [len(module)] if isinstance(module, nn.Sequential) else [1])  # the checks of the model
+            check_model(module)
             available = len(wanted if wanted is not None else _cuda_devices() or range(torch.get_num_threads()))
             balance = best_balance(parameter_counts(module), min(available, len(module)))
         self.balance = list(balance)
@@ -403,7 +403,7 @@ def _place(
             f"{len(partitions)} partitions need as many devices, not {len(devices)}: give more devices (one may stand "
             f'several times, as in ["cpu"] * {len(partitions)}), or a balance with {len(devices)} entries'
         )
-    placed = [_actual(device) for device in devices[: len(partitions)]]
+    placed = list(devices[: len(partitions)])
     for name, stages in shared_parameters(partitions):
         if len({placed[stage] for stage in stages}) > 1:
             raise ValueError(
@@ -419,7 +419,7 @@ def _cuda_devices() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _actual(device: torch.device) -> torch.device:
+def _actual(device: str | int | torch.device) -> torch.device:
     """The device as its tensors name it: "cuda" is "cuda:0"."""
     try:
         return torch.empty(0, device=device).device

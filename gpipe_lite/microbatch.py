@@ -8,7 +8,7 @@ along their first axis; everything else in it is handed to every micro-batch::
         ▼                                │
     {"x": tensor(3, 3), "scale": 2}, {"x": tensor(2, 3), "scale": 2}, {"x": tensor(2, 3), "scale": 2}
 
-Both are made of ``flatten`` and ``unflatten``, with which every stage, too, reaches the tensors in what crosses
+Both are made of ``flatten`` and ``unflatten``, with which the stages, too, reach the tensors in what crosses
 a boundary. There most values are a tensor or a tuple of tensors, so these take a short way.
 """
 
@@ -61,7 +61,7 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) and _hides_tensors(leaf):
             raise TypeError(
-                f"{_place('value', value, i)} is a {type(leaf).__name__} with tensors that torch cannot reach: "
+                f"{_place('value', value, i)} is a {type(leaf).__name__} whose tensors torch cannot reach: "
                 "pass a tuple, list or dict, or register the class (torch.export.register_dataclass)"
             )
     return leaves, spec
@@ -143,7 +143,7 @@ def split(batch: Any, num_micro_batches: int) -> list[Any]:
         num_micro_batches: M, 1 or more.
 
     Returns:
-        min(M, N) nestings like the batch. Their tensors are views of the batch's, with the :func:`sizes` above;
+        min(M, N) nestings like the batch. Their tensors are views of the batch's, with these :func:`sizes`;
         what is not a tensor is the batch's own object in each.
 
     Raises:
@@ -163,8 +163,8 @@ def merge(micro_batches: Sequence[Any]) -> Any:
     """Join micro-batches into a batch; the inverse of :func:`split`.
 
     Args:
-        micro_batches: 1 or more nestings of one structure. Their tensors have shapes ``(n, ...)`` that differ in
-            n alone, and they agree on what is not a tensor.
+        micro_batches: 1 or more nestings of one structure. Their tensors have shapes ``(n, ...)`` that differ
+            in n alone, and they agree on what is not a tensor.
 
     Returns:
         A nesting whose tensors have shape ``(N, ...)``. A single micro-batch is returned as it is, uncopied.
@@ -190,31 +190,32 @@ def merge(micro_batches: Sequence[Any]) -> Any:
 def _join(parts: Sequence[Any], first: Any, i: int) -> Any:
     """Join leaf i of every micro-batch; ``first`` is micro-batch 0, to tell where that leaf stands."""
     head = parts[0]
+    place = _place("output", first, i)
     for m, part in enumerate(parts):
         if not (isinstance(head, Tensor) and isinstance(part, Tensor)):
             if not _agree(head, part):
                 raise ValueError(
-                    f"{_place('output', first, i)} is {_outline(head)} in micro-batch 0, and {_outline(part)} in "
-                    f"micro-batch {m}: return what differs as a tensor with 1 value a sample"
+                    f"{place} is {_outline(head)} in micro-batch 0, and {_outline(part)} in micro-batch {m}: "
+                    "return what differs as a tensor with 1 value a sample"
                 )
         elif part.dim() == 0:
             raise ValueError(
-                f"{_place('output', first, i)} is a tensor of 0 axes in micro-batch {m} of {len(parts)}, and they "
-                "are joined along the first: return 1 value a sample, and leave means to the loss function"
+                f"{place} is a tensor of 0 axes in micro-batch {m} of {len(parts)}, and they are joined "
+                "along the first: return 1 value a sample, and leave means to the loss function"
             )
         elif part.shape[1:] != head.shape[1:]:
             raise ValueError(
-                f"{_place('output', first, i)} has shape {tuple(head.shape)} in micro-batch 0, and "
-                f"{tuple(part.shape)} in micro-batch {m}: only the first axis may differ, so pad the others"
+                f"{place} has shape {tuple(head.shape)} in micro-batch 0, and {tuple(part.shape)} "
+                f"in micro-batch {m}: only the first axis may differ, so pad the others"
             )
-    return torch.cat(parts) if isinstance(head, Tensor) else head
+    return torch.cat(list(parts)) if isinstance(head, Tensor) else head
 
 
 def _agree(one: Any, other: Any) -> bool:
     """Whether two leaves, not both of them tensors, are the same or equal."""
     if one is other:
         return True
-    if type(one) is not type(other):
+    if type(one) is not type(other) or getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     equal = one == other
     return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare element by element

@@ -62,7 +62,7 @@ def check_model(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"a pipeline cuts an nn.Sequential between its layers, and this is a {kind}: "
-            "write the model as nn.Sequential(layer, layer, ...), where each takes what the one before returns"
+            "write it as nn.Sequential(layer, layer, ...), where each takes what the one before returns"
         )
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
@@ -75,7 +75,7 @@ def check_model(module: nn.Module) -> None:
     for i, layer in enumerate(module):
         if (first := first_at.setdefault(layer, i)) != i:
             raise ValueError(
-                f"layers {first} and {i} are one and the same {type(layer).__name__}, and a layer has one place: "
+                f"layers {first} and {i} are one {type(layer).__name__} object, and a layer has one place: "
                 f"make two layers; to share weights, give layer {i} the parameters of layer {first}"
             )
 

@@ -1,8 +1,8 @@
 """What each layer of a model costs: parameters, time, memory. ``balance`` cuts by these numbers.
 
-Measuring leaves no trace: layers run as copies, on a copy of the sample, with torch's random generators put back
-afterwards, so that weights, gradients, buffers and the next random number are what they were. Layers run in the mode
-they are in, training or evaluation, and under the caller's autocast; hooks on them run too.
+Measuring leaves no trace: layers run as copies, on a copy of the sample, and torch's random generators are
+put back, so weights, gradients, buffers and the next random number are what they were. Layers run in the mode
+that they are in, training or evaluation, and under the caller's autocast; hooks on them run too.
 """
 
 import copy
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -34,7 +35,7 @@ def layer_costs(layers: Iterable[nn.Module], by: By = "parameters", sample: Any 
 
     Args:
         layers: an ``nn.Sequential``, or its layers.
-        by: "parameters", their number; "time", seconds forward and backward; "memory", bytes saved for backward.
+        by: "parameters", their number; "time", seconds forward and backward; "memory", bytes kept between.
         sample: a micro-batch, as the first layer takes it; needed unless by parameters.
 
     Raises:
@@ -69,16 +70,16 @@ def layer_times(layers: Iterable[nn.Module], sample: Any, *, repeats: int = 5) -
 
     Args:
         layers: an ``nn.Sequential``, or its layers.
-        sample: a micro-batch, as the first layer takes it. A stage's time is far from linear in a batch's size
-            when it is small, so use one as large as the pipeline's micro-batches.
+        sample: a micro-batch, as the first layer takes it. Small batches take more time a sample, so let it
+            be as large as the pipeline's micro-batches.
         repeats: how often each layer is timed, after one run to warm up; the medians count.
 
     Returns:
-        Seconds. Backward computes the gradients of the parameters and of the input, if that needs one; it is 0
-        where nothing does.
+        Seconds. Backward computes the gradients of the parameters, and of the input if that needs one; where
+        nothing does, it takes no time to speak of.
 
     Raises:
-        ValueError: if ``repeats`` is below 1, or there is nothing to time because tensors are on the meta device.
+        ValueError: if ``repeats`` is below 1, or a tensor is on the meta device, where nothing takes time.
     """
     if repeats < 1:
         raise ValueError(f"a layer is timed 1 time or more, not {repeats}")
@@ -92,20 +93,20 @@ def layer_times(layers: Iterable[nn.Module], sample: Any, *, repeats: int = 5) -
     with _undisturbed(devices):
         for layer in layers:
             layer = copy.deepcopy(layer)
-            runs = [_time(layer, sample, devices) for _ in range(1 + repeats)]
-            sample = runs[0][0]
-            times.append(
-                LayerTime(*(statistics.median(column) for column in list(zip(*runs[1:], strict=True))[1:]))
-            )
+            output, _ = _time(layer, sample, devices)
+            runs = [_time(layer, sample, devices)[1] for _ in range(repeats)]
+            times.append(LayerTime(*map(statistics.median, zip(*runs, strict=True))))
+            sample = output
     return times
 
 
 def activation_bytes(layers: Iterable[nn.Module], sample: Any) -> list[int]:
     """How much memory each layer's forward pass leaves for its backward pass.
 
-    Every storage that autograd saves counts whole and once, at the layer that saves it first, parameters and buffers
-    left out. What a layer's own autograd function keeps elsewhere is not seen. Works on the meta device, where it
-    needs no memory; the bytes are linear in the batch, so a small sample tells those of a large one.
+    Every storage that autograd saves counts whole and once, at the layer that saves it first; parameters and
+    buffers do not count. What an autograd function keeps by other means than saving is not seen. It works on
+    the meta device, where it takes no memory. The bytes of most layers are linear in the batch, so a small
+    one can be measured and scaled; batch normalisation adds a few for each channel.
 
     Args:
         layers: an ``nn.Sequential``, or its layers.
@@ -118,13 +119,12 @@ def activation_bytes(layers: Iterable[nn.Module], sample: Any) -> list[int]:
 
 
 def saved_bytes(module: nn.Module, *inputs: Any) -> int:
-    """How much memory ``module(*inputs)`` leaves for its backward pass, in bytes; see :func:`activation_bytes`."""
+    """How many bytes ``module(*inputs)`` leaves for its backward pass, as :func:`activation_bytes` counts."""
     return _saved_by_each(_checked([module]), inputs)[0]
 
 
 def _saved_by_each(layers: list[nn.Module], inputs: tuple[Any, ...]) -> list[int]:
-    copies = copy.deepcopy(layers)  # in one, so that shared parameters stay shared
-    seen = {t.untyped_storage() for layer in copies for t in (*layer.parameters(), *layer.buffers())}
+    seen: set[torch.UntypedStorage] = set()
     total = 0
 
     def record(tensor: Tensor) -> None:
@@ -136,11 +136,13 @@ def _saved_by_each(layers: list[nn.Module], inputs: tuple[Any, ...]) -> list[int
 
     totals = [0]
     with _undisturbed(_devices(layers, inputs)), saved_tensors_hooks(record, lambda nothing: nothing):
+        layers = copy.deepcopy(layers)  # in one, so that shared parameters stay shared
+        seen.update(tensor.untyped_storage() for tensor in _own_tensors(layers))
         inputs, _ = _fresh(inputs)
-        for layer in copies:
+        for layer in layers:
             inputs = (layer(*inputs),)
             totals.append(total)
-    return [after - before for before, after in zip(totals, totals[1:], strict=False)]
+    return [after - before for before, after in pairwise(totals)]
 
 
 def _checked(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -150,7 +152,7 @@ def _checked(layers: Iterable[nn.Module]) -> list[nn.Module]:
     for i, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {i} of {len(layers)} is a {type(layer).__name__}: pass nn.Modules")
-        if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        if any(map(is_lazy, _own_tensors([layer]))):
             raise ValueError(
                 f"layer {i} of {len(layers)}, a {type(layer).__name__}, has parameters of no shape yet: "
                 "run one batch through the model first"
@@ -158,21 +160,28 @@ def _checked(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return layers
 
 
+def _own_tensors(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    for layer in layers:
+        yield from layer.parameters()
+        yield from layer.buffers()
+
+
 def _devices(layers: Iterable[nn.Module], sample: Any) -> set[torch.device]:
-    tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    return {leaf.device for leaf in (*tensors, *flatten(sample)[0]) if isinstance(leaf, Tensor)}
+    leaves = [*_own_tensors(layers), *flatten(sample)[0]]
+    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 @contextmanager
 def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
-    """Compute gradients whatever the caller's mode, and put the devices' random generators back afterwards."""
+    """Record gradients whatever the caller's mode is, and put the random generators back afterwards."""
     forked = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(forked), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _fresh(value: Any) -> tuple[Any, list[Tensor]]:
-    """Copy a layer's input so that it may be changed in place, and say for which tensors backward has a gradient."""
+    """Copy a layer's input, so that the layer may write into it; list the tensors that need a gradient."""
     leaves, spec = flatten(value)
     roots = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
     copies = [root.clone() if isinstance(root, Tensor) else root for root in roots]
@@ -183,8 +192,8 @@ def _that_need_gradients(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _time(layer: nn.Module, value: Any, devices: set[torch.device]) -> tuple[Any, float, float]:
-    """Run a layer once; return its output and the seconds forward and backward."""
+def _time(layer: nn.Module, value: Any, devices: set[torch.device]) -> tuple[Any, LayerTime]:
+    """Run a layer once, forward and backward; return its output and the seconds."""
     value, inputs = _fresh(value)
     start = _now(devices)
     output = layer(value)
@@ -195,7 +204,7 @@ def _time(layer: nn.Module, value: Any, devices: set[torch.device]) -> tuple[Any
     start = _now(devices)
     if outputs and sources:
         torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-    return output, forward, _now(devices) - start
+    return output, LayerTime(forward, _now(devices) - start)
 
 
 def _now(devices: set[torch.device]) -> float:

@@ -14,6 +14,7 @@ The step's seed is drawn from torch's default generator, once, by the first func
 ``torch.manual_seed`` governs all, and a model that draws nothing leaves the generator untouched.
 """
 
+import inspect
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -124,6 +125,11 @@ def draws(func: Callable[..., Any]) -> bool:
 
 def _is_quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws nothing after all, since its dropout is off: then it need not take turns."""
+    if isinstance(func, FunctionType):
+        bound = _signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        return given.get("training") is False or given.get("p", given.get("dropout_p")) == 0
     match func.__name__:
         case "scaled_dot_product_attention":
             return not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
@@ -131,9 +137,10 @@ def _is_quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             is_packed = not isinstance(args[3], bool)
             dropout, training = args[6:8] if is_packed else args[5:7]
             return not (dropout and training)
-        case "multi_head_attention_forward":
-            return not (kwargs.get("training", True) and (args[11] if len(args) > 11 else kwargs["dropout_p"]))
     return False
+
+
+_signature = cache(inspect.signature)
 
 
 _RANDOM_MODULES = (

@@ -177,46 +177,55 @@ class Workers:
         """
         threads = torch.get_num_threads()
         share = max(1, threads // max(1, self._num_cpu))
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        errors: list[BaseException] = []
-        running = 0
+        outcomes: list[BaseException | None] = []  # counted, because an interrupt may swallow what get() returned
+        wake: SimpleQueue[None] = SimpleQueue()
+        interrupts: list[BaseException] = []
+        submitted = 0
         try:
             with self._submitting:  # so that all workers see concurrent runs in the same order
                 for queue, device, job in zip(self._queues, self._devices, jobs, strict=True):
-                    queue.put(partial(_run_job, job, ambient, device, share, ended))
-                    running += 1
+                    queue.put(partial(_run_job, job, ambient, device, share, outcomes, wake))
+                    submitted += 1
         except BaseException as interrupt:
             cancel()
-            errors.append(interrupt)
-        while running:
+            interrupts.append(interrupt)
+        while True:
             try:
-                error = ended.get()
-                running -= 1
-            except BaseException as interrupt:  # Ctrl-C: stop the others, wait for them, then pass it on
+                while len(outcomes) < submitted:
+                    wake.get()
+                break
+            except BaseException as interrupt:  # Ctrl-C: stop the stages, wait for them, then pass it on
                 cancel()
-                error = interrupt
-            if error is not None:
-                errors.append(error)
+                interrupts.append(interrupt)
         torch.set_num_threads(threads)  # a worker's setting becomes the default of threads yet to start
+        errors = interrupts + [outcome for outcome in outcomes if outcome is not None]
         if errors:
             try:
                 raise next((error for error in errors if not isinstance(error, Cancelled)), errors[0])
-            finally:
-                errors.clear()  # the traceback holds this frame: do not hold the traceback
+            finally:  # the traceback holds this frame: do not hold the traceback
+                errors.clear()
+                outcomes.clear()
+                interrupts.clear()
 
 
 def _run_job(
-    job: Job, ambient: Ambient, device: torch.device, share: int, ended: SimpleQueue[BaseException | None]
+    job: Job,
+    ambient: Ambient,
+    device: torch.device,
+    share: int,
+    outcomes: list[BaseException | None],
+    wake: SimpleQueue[None],
 ) -> None:
+    outcome = None
     try:
         if torch.get_num_threads() != share:
             torch.set_num_threads(share)
         with ambient.entered(device):
             job()
     except BaseException as error:
-        ended.put(error)
-    else:
-        ended.put(None)
+        outcome = error
+    outcomes.append(outcome)
+    wake.put(None)
 
 
 def _work(device: torch.device, queue: SimpleQueue[Job | None]) -> None:
