@@ -29,9 +29,9 @@ from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
 from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
+from gpipe_lite.runtime import Timeline
 from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, Task
 from gpipe_lite.stage import Head, Stage
-from gpipe_lite.runtime import Timeline
 from gpipe_lite.threads import Run, Workers
 from gpipe_lite.trace import Trace
 
@@ -103,7 +103,9 @@ class GPipe(nn.Module):
         if checkpoint not in get_args(Checkpoint):
             raise ValueError(f"checkpoint must be one of {', '.join(get_args(Checkpoint))}, not {checkpoint!r}")
         if isinstance(schedule, str) and schedule not in BY_NAME:
-            raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}")
+            raise ValueError(
+                f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}"
+            )
         self.chunks = chunks
         self.checkpoint: Checkpoint = checkpoint
         self._schedule = schedule
@@ -181,8 +183,8 @@ class GPipe(nn.Module):
         sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
         half = _BackwardHalf(run, plan.backward, microbatch.flatten(batch)[0], leaves, needs_grad, sizes)
         anchor = torch.empty((), requires_grad=True)  # so that autograd comes by even if no input requires grad
-        token = _Drain.apply(half, anchor, *half.inputs)
-        tensors = iter(_Outputs.apply(half, token))
+        token = _Drain.apply(half, anchor, *half.inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
+        tensors = iter(_Outputs.apply(half, token))  # type: ignore[no-untyped-call]  # torch has no types for it
         return microbatch.unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def step(
@@ -273,7 +275,7 @@ class GPipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: not the threads, nor the last run."""
-        return {**super().__getstate__(), "_workers": None, "_timeline": None}
+        return {**self.__dict__, "_workers": None, "_timeline": None}
 
 
 class _Plan:
@@ -334,7 +336,9 @@ class _BackwardHalf:
             return None
         shape = tensor.shape[1:]
         filled = [
-            torch.zeros(size, *shape, dtype=tensor.dtype, device=tensor.device) if part is None else part.to(tensor.device)
+            torch.zeros(size, *shape, dtype=tensor.dtype, device=tensor.device)
+            if part is None
+            else part.to(tensor.device)
             for size, part in zip(self._sizes, parts, strict=True)
         ]
         return torch.cat(filled)
@@ -349,7 +353,7 @@ class _Drain(torch.autograd.Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.half.run()
 
@@ -366,7 +370,7 @@ class _Outputs(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch has no types for it
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
         ctx.half.gradients = gradients
         return None, torch.zeros((), device="cpu")
@@ -392,9 +396,7 @@ def _make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, check
     return found
 
 
-def _place(
-    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device] | None
-) -> list[torch.device]:
+def _place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device] | None) -> list[torch.device]:
     """Move each partition to its device; choose the devices if they are not given."""
     if devices is None:
         devices = _cuda_devices() or [torch.device("cpu")] * len(partitions)

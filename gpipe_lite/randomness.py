@@ -15,6 +15,7 @@ The step's seed is drawn from torch's default generator, once, by the first func
 """
 
 import inspect
+import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -100,12 +101,10 @@ def _restore(generators: list[Generator], states: list[Tensor]) -> None:
         generator.set_state(state)
 
 
-_PYTHON_FUNCTIONS_THAT_DRAW = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
-    "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
-    "fractional_max_pool3d_with_indices multi_head_attention_forward "
-    "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
-    "orthogonal_ sparse_ lobpcg pca_lowrank svd_lowrank".split()
+_PYTHON_FUNCTIONS_THAT_DRAW = re.compile(
+    r"(alpha_|feature_alpha_)?dropout|dropout[123]d|rrelu|gumbel_softmax|multi_head_attention_forward"
+    r"|fractional_max_pool[23]d(_with_indices)?|(uniform|(trunc_)?normal|(xavier|kaiming)_(uniform|normal))_"
+    r"|orthogonal_|sparse_|lobpcg|(pca|svd)_lowrank"
 )
 """Functions of torch that are written in Python, so that no tag tells that they draw."""
 
@@ -115,7 +114,7 @@ def draws(func: Callable[..., Any]) -> bool:
     """Whether a torch function may draw random numbers: torch tags its operators so."""
     name = getattr(func, "__name__", "")
     if isinstance(func, FunctionType):
-        return name in _PYTHON_FUNCTIONS_THAT_DRAW
+        return _PYTHON_FUNCTIONS_THAT_DRAW.fullmatch(name) is not None
     operator = getattr(torch.ops.aten, name, None)
     if not isinstance(operator, torch._ops.OpOverloadPacket):
         return False

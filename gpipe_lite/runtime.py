@@ -100,7 +100,7 @@ class Log:
         torch.cuda.synchronize(self._cuda)
 
         def seconds(mark: torch.cuda.Event) -> float:
-            return self._zero_time + self._zero.elapsed_time(mark) / 1e3
+            return self._zero_time + float(self._zero.elapsed_time(mark)) / 1e3
 
         return [Event(task, device, seconds(start), seconds(end)) for task, device, start, end in self._rows]
 

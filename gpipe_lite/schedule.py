@@ -16,7 +16,7 @@ arXiv 2006.09503, for 1F1B with a flush.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -84,7 +84,9 @@ class Schedule:
             for word in line.replace("·", " ").split():
                 match = re.fullmatch(r"(\d*)([FRB])(\d+)", word)
                 if match is None:
-                    raise ScheduleError(f"line {device + 1}: {word!r} is not a task; write F0, R0 or B0, or 2F0 for stage 2")
+                    raise ScheduleError(
+                        f"line {device + 1}: {word!r} is not a task; write F0, R0 or B0, or 2F0 for stage 2"
+                    )
                 stage, phase, micro_batch = match.groups()
                 row.append(Task(Phase(phase), int(stage or device), int(micro_batch)))
             rows.append(tuple(row))

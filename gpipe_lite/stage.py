@@ -99,7 +99,9 @@ class Stage:
 
     def _forward(self, micro_batch: int, value: Any) -> Any:
         leaves, spec = flatten(value)
-        leaves = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         keep = torch.is_grad_enabled()
         version = _version(leaves) if keep else 0
         outputs, out_spec = flatten(self._run_layers(micro_batch, leaves, spec))
@@ -112,9 +114,9 @@ class Stage:
         saved = self._saved[micro_batch]
         if _version(saved.inputs) != saved.version:
             raise RuntimeError(
-                f"the input of stage {self.index} was modified in place after micro-batch {micro_batch}'s forward pass, so it "
-                "cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave the batch as it is "
-                'until backward() returns, or use checkpoint="never"'
+                f"the input of stage {self.index} was modified in place after micro-batch {micro_batch}'s forward "
+                "pass, so it cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave "
+                'the batch as it is until backward() returns, or use checkpoint="never"'
             )
         saved.outputs, _ = flatten(self._run_layers(micro_batch, saved.inputs, saved.spec))
 

@@ -252,7 +252,11 @@ class Run:
     """
 
     def __init__(
-        self, schedule: Schedule, stages: Sequence[Stage], devices: Sequence[torch.device], workers: Workers | None
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        devices: Sequence[torch.device],
+        workers: Workers | None,
     ) -> None:
         self.schedule = schedule
         self._stages = stages

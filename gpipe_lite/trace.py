@@ -166,7 +166,11 @@ class Trace:
         try:
             events = tuple(
                 Event(
-                    Task(Phase(row["args"]["phase"]), int(row["args"]["stage"]), int(row["args"]["micro_batch"])),
+                    Task(
+                        Phase(row["args"]["phase"]),
+                        int(row["args"]["stage"]),
+                        int(row["args"]["micro_batch"]),
+                    ),
                     int(row["tid"]),
                     float(row["args"]["start"]),
                     float(row["args"]["end"]),

@@ -20,7 +20,7 @@ from gpipe_lite.schedule import Phase, Task, gpipe
 K, M = 4, 6
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818 - nobody's error: it is ordered
     """Not an error of torch's or ours."""
 
 
@@ -68,15 +68,13 @@ def fragile_pipe(checkpoint="always"):
 
 
 CASES = [
-    (checkpoint, task)
-    for checkpoint in ("always", "except_last", "never")
-    for task in gpipe(K, M, checkpoint).tasks()
+    (checkpoint, task) for checkpoint in ("always", "except_last", "never") for task in gpipe(K, M, checkpoint).tasks()
 ]
 
 
 @pytest.mark.parametrize(("checkpoint", "task"), CASES, ids=[f"{c}-{t}" for c, t in CASES])
 def test_a_failure_at_any_task_names_its_place_and_the_pipe_works_again(checkpoint, task):
-    """Every (phase, stage, micro-batch): the original error, its traceback, a note with the place; then a right step."""
+    """At every (phase, stage, micro-batch): the original error, its traceback, its place; then a right step."""
     torch.manual_seed(0)
     pipe = fragile_pipe(checkpoint)
     x, y = torch.randn(M, 3), torch.randn(M, 3)
@@ -270,7 +268,10 @@ def test_an_input_that_changed_before_it_is_recomputed_is_refused():
 def run_script(code, *, interrupt=False):
     """Run a Python script in a process of its own; once it prints "ready", interrupt it if asked to."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         if interrupt:
@@ -354,7 +355,10 @@ BAD_ARGUMENTS = {
 def test_wrong_arguments_are_refused_with_both_numbers(arguments, kind, message):
     """When the pipe is built, not when it runs."""
     with pytest.raises(kind, match=message):
-        GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), **{"devices": ["cpu"] * 2, **arguments})
+        GPipe(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+            **{"devices": ["cpu"] * 2, **arguments},
+        )
 
 
 BAD_BATCHES = {

@@ -146,7 +146,13 @@ def test_only_torchs_own_quiet_layers_are_trusted_to_draw_nothing():
             return x + torch.rand_like(x)
 
     assert never_draws(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU())))
-    for layer in (nn.Dropout(0.0), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(4, 2), Custom()):
+    for layer in (
+        nn.Dropout(0.0),
+        nn.LSTM(2, 2),
+        nn.MultiheadAttention(2, 1),
+        nn.TransformerEncoderLayer(4, 2),
+        Custom(),
+    ):
         assert not never_draws(nn.Sequential(nn.Linear(2, 2), layer))
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)

@@ -1,5 +1,6 @@
 """Schedules are plain data; each generator gives the schedule that its picture shows."""
 
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -66,7 +67,7 @@ def test_in_order_starts_nothing_before_what_it_waits_for(make, num_stages, num_
     at = {task: i for i, task in enumerate(schedule.in_order())}
     assert len(at) == sum(map(len, schedule.device_tasks))
     assert all(at[before] < at[task] for task in at for before in schedule.predecessors(task))
-    assert all(at[a] < at[b] for row in schedule.device_tasks for a, b in zip(row, row[1:], strict=False))
+    assert all(at[a] < at[b] for row in schedule.device_tasks for a, b in pairwise(row))
 
 
 @given(sizes, sizes)
@@ -110,7 +111,10 @@ def test_predecessors_are_what_the_picture_says():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F0 F1 B0 B1\nB0 F0 F1 B1", r"B\(1,0\) waits for F\(1,0\), which stands after it on the same device"),
+        (
+            "F0 F1 B0 B1\nB0 F0 F1 B1",
+            r"B\(1,0\) waits for F\(1,0\), which stands after it on the same device",
+        ),
         ("F0 F1 B0 B1\nF0 F1 B1", r"B\(1,0\) is missing; 2 stages and 2 micro-batches"),
         ("F0 F0 B0\nF0 B0", r"F\(0,0\) stands 2 times"),
         ("F0 B0 1F0\nB0", r"stage 1 stands on devices 0 and 1"),

@@ -1,6 +1,7 @@
 """The simulator: closed formulas and pictures."""
 
 import math
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -67,7 +68,7 @@ def test_no_task_starts_before_what_it_waits_for_has_arrived(make, num_stages, n
             assert event.start >= at[before].end + distance
     for device in range(trace.num_devices):
         row = trace.on(device)
-        assert all(a.end <= b.start for a, b in zip(row, row[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(row))
     assert trace.schedule == schedule
 
 

@@ -30,7 +30,12 @@ def test_an_idle_device_counts():
 def test_an_empty_trace_has_no_bubble():
     """Nothing ran, so nothing idled."""
     trace = Trace((), 2)
-    assert (trace.makespan, trace.bubble_fraction, trace.utilisation(0), as_text(trace)) == (0.0, 0.0, 0.0, "\n")
+    assert (trace.makespan, trace.bubble_fraction, trace.utilisation(0), as_text(trace)) == (
+        0.0,
+        0.0,
+        0.0,
+        "\n",
+    )
 
 
 def test_gpipe_keeps_m_inputs_and_1f1b_k_minus_stage():
@@ -80,7 +85,13 @@ def test_chrome_rows_are_complete_events_in_microseconds():
     trace = Trace((Event(Task(B, 0, 3), 1, 2.0, 2.5),), 2, "t")
     chrome = json.loads(json.dumps(trace.to_chrome()))
     (row,) = [row for row in chrome["traceEvents"] if row["ph"] == "X"]
-    assert (row["name"], row["cat"], row["tid"], row["ts"], row["dur"]) == ("B3", "backward", 1, 0.0, 500000.0)
+    assert (row["name"], row["cat"], row["tid"], row["ts"], row["dur"]) == (
+        "B3",
+        "backward",
+        1,
+        0.0,
+        500000.0,
+    )
     names = [row["args"]["name"] for row in chrome["traceEvents"] if row["name"] == "thread_name"]
     assert names == ["device 0", "device 1"]
 
