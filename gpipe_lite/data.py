@@ -128,7 +128,7 @@ def cifar10(path: str | Path, *, train: bool = True) -> TensorDataset:
 
 
 def text(length: int = 128, *, train: bool = True) -> TensorDataset:
-    """Python's own help pages, in English: 466,117 tokens in Python 3.11, other versions differ a little.
+    """Python's own help pages, in English: some 466,000 tokens; the text is that of the running Python.
 
     Source: ``pydoc_data.topics``, which ``help()`` shows. Licence: PSF License Version 2.
 
@@ -246,9 +246,7 @@ def _read_archive(path: Path, names: list[str]) -> list[bytes]:
                 if len(found) == len(names):
                     break
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{path} is no archive, or a damaged one ({error}): get cifar-10-binary.tar.gz again"
-        ) from error
+        raise ValueError(f"{path} is no archive, or a damaged one: get cifar-10-binary.tar.gz again") from error
     if missing := [name for name in names if name not in found]:
         raise FileNotFoundError(
             f"{path} has {len(found)} of the {len(names)} files, and not {', '.join(missing)}: take the "

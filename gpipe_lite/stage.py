@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_lite.batchnorm import layers_with_statistics, statistics_left_alone
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
@@ -69,6 +70,7 @@ class Stage:
         self._head = head
         quiet = head is None and never_draws(layers)
         self._stream = None if quiet else Stream(seed, device)
+        self._with_statistics = layers_with_statistics(layers)
         self._copies_input = _writes_into_input(layers)
         self._saved: dict[int, Saved] = {}
         self.at = ""  # the layer at work, for errors
@@ -118,7 +120,8 @@ class Stage:
                 "pass, so it cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave "
                 'the batch as it is until backward() returns, or use checkpoint="never"'
             )
-        saved.outputs, _ = flatten(self._run_layers(micro_batch, saved.inputs, saved.spec))
+        with statistics_left_alone(self._with_statistics):
+            saved.outputs, _ = flatten(self._run_layers(micro_batch, saved.inputs, saved.spec))
 
     def _backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         saved = self._saved.pop(micro_batch)

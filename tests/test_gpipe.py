@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_lite import GPipe
+from gpipe_lite.models import amoebanetd
 from gpipe_lite.schedule import BY_NAME, Phase, Schedule, gpipe, one_f_one_b
 from gpipe_lite.simulate import simulate
 
@@ -361,3 +362,21 @@ def test_a_loss_says_what_it_averages_over():
     loss = pipe.step(x, y, loss_fn, weight=lambda target: (target != 0).sum()).loss
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
     close(gradients(pipe), gradients(plain))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_amoebanet_on_four_stages_equals_itself_over_the_same_micro_batches(checkpoint):
+    """A pair of tensors crosses every boundary; BatchNorm sees micro-batches, in both, and updates once each."""
+    torch.manual_seed(0)
+    plain = amoebanetd(num_layers=3, num_filters=16, num_classes=10, in_channels=1, stem="small").double()
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2, 3], devices=["cpu"] * 4, chunks=3, checkpoint=checkpoint)
+    x, y = torch.randn(7, 1, 16, 16).double(), torch.randint(10, (7,))
+    loss = pipe.step(x, y, functional.cross_entropy).loss
+    expected = 0.0
+    for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        part = functional.cross_entropy(plain(a), b) * (len(a) / 7)
+        part.backward()
+        expected += part.detach()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    close(gradients(pipe), gradients(plain))
+    close(dict(pipe.named_buffers()), dict(plain.named_buffers()))

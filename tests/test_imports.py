@@ -99,20 +99,14 @@ def test_what_needs_no_torch_stays_among_its_like(room):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_room_imports_what_the_picture_allows(file):
     room = room_of(file)
-    assert room in ARROWS, (
-        f"{room} is new: add it to the picture in {Path(__file__).name}, and to CONTRIBUTING.md"
-    )
+    assert room in ARROWS, f"{room} is new: add it to the picture in {Path(__file__).name}, and to CONTRIBUTING.md"
     extra = rooms(imports(file)) - ARROWS[room] - {room}
-    assert not extra, (
-        f"{room} imports {extra}: turn the arrow around, or add it to the picture if it is right"
-    )
+    assert not extra, f"{room} imports {extra}: turn the arrow around, or add it to the picture if it is right"
     if room in TORCH_FREE:
         assert not {module for module in imports(file) if module.split(".")[0] == "torch"}
 
 
 def test_the_rooms_about_time_load_no_torch():
-    names = ", ".join(
-        f"gpipe_lite.{room}" for room in sorted(TORCH_FREE) if (PACKAGE / f"{room}.py").exists()
-    )
+    names = ", ".join(f"gpipe_lite.{room}" for room in sorted(TORCH_FREE) if (PACKAGE / f"{room}.py").exists())
     block = "import sys; sys.modules['torch'] = None"  # from here on, importing torch is an error
     subprocess.run([sys.executable, "-c", f"{block}; import {names}"], check=True)

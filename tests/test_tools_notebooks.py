@@ -115,9 +115,7 @@ def test_another_kernel_is_a_fault(tmp_path):
 
 def test_a_page_has_its_links_checked_with_anchors_as_github_spells_them(tmp_path):
     page = tmp_path / "README.md"
-    page.write_text(
-        "# For `make`, and without\n[a](#for-make-and-without) [b](#without) [c](gone.md) ![](d.png)"
-    )
+    page.write_text("# For `make`, and without\n[a](#for-make-and-without) [b](#without) [c](gone.md) ![](d.png)")
     alt, heading, file, image = notebooks.lint(page)
     assert "without a text alternative" in alt
     assert "'#without' leads to no heading" in heading
@@ -164,9 +162,7 @@ def test_a_failing_notebook_is_named_and_left_as_it_was(tmp_path, capsys):
 
 
 def sanitised(text):
-    for regex, replacement in get_sanitize_patterns(
-        (TESTS / "nbval_sanitize.cfg").read_text(encoding="utf-8")
-    ):
+    for regex, replacement in get_sanitize_patterns((TESTS / "nbval_sanitize.cfg").read_text(encoding="utf-8")):
         text = re.sub(regex, replacement, text)
     return text
 

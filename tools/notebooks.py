@@ -141,10 +141,7 @@ def _output_faults(output: NotebookNode, tags: Iterable[str], path: Path) -> Ite
         yield f"{output.ename}: mend it, or tag the cell raises-exception if it is meant"
     for mime in data:
         if mime.startswith("image/") and not output.metadata.get(mime, {}).get("alt", "").strip():
-            yield (
-                f"{mime} output without a text alternative: "
-                f'display(figure, metadata={{"{mime}": {{"alt": "…"}}}})'
-            )
+            yield f'{mime} output without a text alternative: display(figure, metadata={{"{mime}": {{"alt": "…"}}}})'
     yield from _page_faults(BeautifulSoup(data.get("text/html", ""), "html.parser"), path)
     yield from _page_faults(_render(data.get("text/markdown", "")), path)
     texts = [output.get("text", ""), *output.get("traceback", []), *data.values()]
@@ -177,9 +174,7 @@ def _link_fault(link: str, path: Path) -> str | None:
     if not link or not target.exists():
         return f"link {link!r} leads to no file: write the path relative to {_shown(path.parent)}/"
     if url.fragment and target.suffix in (".md", ".ipynb") and unquote(url.fragment) not in _anchors(target):
-        return (
-            f"link {link!r} leads to no heading: {_shown(target)} has {', '.join(sorted(_anchors(target)))}"
-        )
+        return f"link {link!r} leads to no heading: {_shown(target)} has {', '.join(sorted(_anchors(target)))}"
     return None
 
 
