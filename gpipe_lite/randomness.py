@@ -59,7 +59,7 @@ class Stream(TorchFunctionMode):
         super().__init__()
         self._seed = seed
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
+        if device.type == "cuda":  # pragma: no cover - needs CUDA
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._states: list[Tensor] | None = None

@@ -74,20 +74,12 @@ class Log:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
+        self._clock = _CudaClock(device) if device.type == "cuda" else _Clock()
         self._rows: list[tuple[Task, int, Any, Any]] = []
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
-            self._zero = self.now()
-        self._zero_time = perf_counter()
 
     def now(self) -> Any:
         """A point in the device's time."""
-        if self._cuda is None:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._cuda))
-        return event
+        return self._clock.now()
 
     def add(self, task: Task, device: int, start: Any, end: Any) -> None:
         """Write down that a task ran from ``start`` to ``end``, both from :meth:`now`."""
@@ -95,14 +87,31 @@ class Log:
 
     def events(self) -> list[Event]:
         """What ran, in seconds of ``perf_counter``; waits for a CUDA device to finish."""
-        if self._cuda is None:
-            return [Event(*row) for row in self._rows]
-        torch.cuda.synchronize(self._cuda)
-
-        def seconds(mark: torch.cuda.Event) -> float:
-            return self._zero_time + float(self._zero.elapsed_time(mark)) / 1e3
-
+        seconds = self._clock.seconds
         return [Event(task, device, seconds(start), seconds(end)) for task, device, start, end in self._rows]
+
+
+class _Clock:
+    now = staticmethod(perf_counter)
+
+    def seconds(self, point: float) -> float:
+        return point
+
+
+class _CudaClock:  # pragma: no cover - needs CUDA
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._zero, self._zero_seconds = self.now(), perf_counter()
+
+    def now(self) -> torch.cuda.Event:
+        point = torch.cuda.Event(enable_timing=True)
+        point.record(torch.cuda.current_stream(self._device))
+        return point
+
+    def seconds(self, point: torch.cuda.Event) -> float:
+        point.synchronize()
+        return self._zero_seconds + float(self._zero.elapsed_time(point)) / 1e3
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:  # pragma: no cover - needs CUDA
     return torch.cuda.Stream(device)
 
 
@@ -32,7 +32,7 @@ def mark(devices: Iterable[torch.device]) -> Ready:
     """Mark the points in the devices' work at which what they computed so far is ready."""
     events = {}
     for device in devices:
-        if device.type == "cuda":
+        if device.type == "cuda":  # pragma: no cover - needs CUDA
             events[device] = torch.cuda.Event()
             events[device].record(torch.cuda.current_stream(device))
     return events
@@ -50,30 +50,33 @@ def receive(tensor: Tensor, ready: Ready, device: torch.device) -> Tensor:
         The tensor itself if it is there already, else a copy.
     """
     source = tensor.device
-    if source.type == "cpu" and device.type == "cpu":
-        return tensor
+    if "cuda" not in (source.type, device.type):
+        return tensor.to(device)  # the tensor itself, if it is there
+    return _through_streams(tensor, ready, device)
+
+
+def _through_streams(tensor: Tensor, ready: Ready, device: torch.device) -> Tensor:  # pragma: no cover - needs CUDA
+    source = tensor.device
     if source == device:
         here = torch.cuda.current_stream(device)
         if source in ready:
             here.wait_event(ready[source])
         tensor.record_stream(here)
         return tensor
-    if source.type == "cpu":
-        with torch.cuda.stream(_copy_stream(device)):
-            copy = tensor.to(device, non_blocking=True)
-    else:
+    if source.type == "cuda":
         leaving = _copy_stream(source)
         if source in ready:
             leaving.wait_event(ready[source])
-        with torch.cuda.stream(leaving):
-            if device.type == "cpu":
-                copy = tensor.to(device)  # blocks until the data is there: the host is about to read it
-            else:
-                with torch.cuda.stream(_copy_stream(device)):
-                    copy = tensor.to(device, non_blocking=True)
         tensor.record_stream(leaving)
-    if device.type == "cuda":
-        here = torch.cuda.current_stream(device)
-        here.wait_stream(_copy_stream(device))
-        copy.record_stream(here)
+        with torch.cuda.stream(leaving):
+            if device.type != "cuda":
+                return tensor.to(device)  # blocks until the data is there: the host is about to read it
+            with torch.cuda.stream(_copy_stream(device)):
+                copy = tensor.to(device, non_blocking=True)
+    else:
+        with torch.cuda.stream(_copy_stream(device)):
+            copy = tensor.to(device, non_blocking=True)
+    here = torch.cuda.current_stream(device)
+    here.wait_stream(_copy_stream(device))
+    copy.record_stream(here)
     return copy

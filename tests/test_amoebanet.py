@@ -194,6 +194,14 @@ def test_a_convolution_is_relu_convolution_batch_norm_without_bias():
     assert not torch.equal(stem(x)[0], stem(x.relu())[0])
 
 
+def test_the_head_is_linear_in_the_mean_of_what_is_positive():
+    """The specification has a ReLU before the mean over pixels; the previous output is not used."""
+    head = amoebanet.Head(3, 2)
+    x = torch.randn(4, 3, 5, 6)
+    torch.testing.assert_close(head((x, x)), head.linear(x.clamp(min=0).sum((2, 3)) / 30))
+    assert torch.equal(head((x, x)), head((x, x + 1)))
+
+
 def test_a_factorised_reduction_reads_even_rows_and_columns_and_odd_ones():
     """Half of the channels each; where an odd row is missing at the edge, there are zeros."""
     reduction = FactorisedReduction(3, 4).eval()

@@ -380,3 +380,79 @@ def test_amoebanet_on_four_stages_equals_itself_over_the_same_micro_batches(chec
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
     close(gradients(pipe), gradients(plain))
     close(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_without_a_balance_the_largest_partition_is_as_small_as_possible():
+    """By parameters, over the devices given, or as many stages as torch has threads."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(40, 1)]
+    assert GPipe(nn.Sequential(*layers), devices=["cpu"] * 3).balance == [2, 1, 1]
+    assert GPipe(nn.Sequential(*layers), devices=["cpu"] * 9).balance == [1, 1, 1, 1]
+    if not torch.cuda.is_available():
+        assert len(GPipe(nn.Sequential(*layers)).balance) == min(4, torch.get_num_threads())
+
+
+def test_without_devices_there_are_as_many_cpu_stages_as_balance_has_entries():
+    """On a machine without CUDA."""
+    if torch.cuda.is_available():
+        pytest.skip("takes the CUDA devices")
+    pipe = GPipe(model(), [2, 2, 4])
+    assert pipe.devices == [torch.device("cpu")] * 3
+    assert [len(layers) for layers in pipe.partitions] == [2, 2, 4]
+
+
+def test_stages_may_live_on_devices_of_different_kinds():
+    """What crosses is copied; the output and the loss are on the last device. Here it is "meta": shapes alone."""
+    pipe = GPipe(model(), [4, 4], devices=["cpu", "meta"], chunks=2)
+    with torch.no_grad():  # from "meta" no gradient can come back
+        assert pipe(torch.randn(4, 3)).device.type == "meta"
+        result = pipe.step(torch.randn(4, 3), torch.randn(4, 2), functional.mse_loss, keep_outputs=True)
+    assert (result.loss.device.type, result.outputs.shape) == ("meta", (4, 2))
+
+
+def test_a_parameter_shared_by_stages_gets_the_sum_of_its_gradients():
+    """Tied weights on one device; across devices they are refused with the stages' numbers."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    plain[2].weight = plain[0].weight
+    x = torch.randn(5, 3).double()
+    pipe = GPipe(copy.deepcopy(plain), [1, 2], devices=["cpu"] * 2, chunks=3)
+    for module in (plain, pipe):
+        module(x).pow(2).sum().backward()
+    close(gradients(pipe), gradients(plain))
+    with pytest.raises(ValueError, match=r"shared by stages .*0.*1.* on different devices"):
+        GPipe(copy.deepcopy(plain), [1, 2], devices=["cpu", "meta"])
+
+
+def test_what_is_not_a_tensor_crosses_the_stages_and_comes_out():
+    """Each micro-batch gets it; an input of a nesting that gets no gradient has None."""
+
+    class Scale(nn.Module):
+        def forward(self, batch):
+            x, other, factor = batch
+            return x * factor, other, factor
+
+    x, other = torch.randn(5, 2, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+    pipe = GPipe(nn.Sequential(Scale(), Scale()), [1, 1], devices=["cpu"] * 2, chunks=3)
+    out, same, factor = pipe((x, other, 3.0))
+    assert factor == 3.0
+    assert torch.equal(same, other)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((5, 2), 9.0))
+    assert other.grad is None
+
+
+def test_an_output_that_some_micro_batches_do_not_depend_on_has_gradient_zero_there():
+    """A layer that uses its input for some samples only."""
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return x + self.bias if bool((x.detach() > 0).all()) else self.bias.expand(len(x), 2)
+
+    x = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [2.0, 2.0]], requires_grad=True)
+    pipe = GPipe(nn.Sequential(Sometimes(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=3)
+    pipe(x).sum().backward()
+    assert x.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    assert pipe[0].bias.grad.tolist() == [3.0, 3.0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 
 from gpipe_lite.models import transformer
@@ -87,8 +88,8 @@ def test_a_block_adds_what_attention_and_feed_forward_see_after_layer_norm():
     up, _, down = block.feed_forward
     torch.testing.assert_close(block(x), y + down(up(functional.layer_norm(y, (8,))).relu()))
     for last in (block.attention.output, down):
-        torch.nn.init.zeros_(last.weight)
-        torch.nn.init.zeros_(last.bias)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
     assert torch.equal(block(x), x)
 
 
@@ -125,6 +126,19 @@ def test_there_is_nothing_to_save_but_parameters():
     model = transformer(2, 13, 8, 4, 16)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     assert "1.attention.query_key_value.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_dropout_acts_after_the_embedding_and_on_what_each_half_of_a_block_adds(place):
+    """Each of a model's 2 L + 1 places drops by itself."""
+    torch.manual_seed(0)
+    model = transformer(2, 13, 8, 2, 16)
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert len(dropouts) == 5
+    tokens = torch.arange(10).view(2, 5)
+    before = model(tokens)
+    dropouts[place].p = 0.5
+    assert not torch.equal(model(tokens), before)
 
 
 def test_dropout_acts_in_training_only():

@@ -1,0 +1,67 @@
+"""What a micro-batch's loss weighs: what it averaged over."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from gpipe_lite.loss import micro_batch_weights
+
+IGNORED = -100
+targets = st.lists(st.lists(st.sampled_from([IGNORED, 0, 1, 2]), min_size=1, max_size=5), min_size=1, max_size=4)
+CLASSES = torch.tensor([0.2, 1.0, 3.0]).double()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functional.cross_entropy,
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=CLASSES),
+        nn.CrossEntropyLoss(reduction="sum"),
+        partial(functional.cross_entropy, ignore_index=1),
+        partial(partial(functional.cross_entropy, weight=CLASSES), ignore_index=2),
+        partial(functional.cross_entropy, reduction="sum"),
+    ],
+)
+@given(targets)
+def test_weighted_micro_batch_losses_add_up_to_the_mini_batchs(loss_fn, targets):
+    """Whatever is ignored, and however classes are weighed; also where whole micro-batches are ignored."""
+    ignored = getattr(loss_fn, "ignore_index", None) or getattr(loss_fn, "keywords", {}).get("ignore_index", IGNORED)
+    rows = [torch.tensor([IGNORED if t == ignored else t for t in row]) for row in targets]
+    rows = [torch.where(row == IGNORED, ignored, row) for row in rows]
+    scores = [torch.randn(len(row), 3).double() for row in rows]
+    expected = loss_fn(torch.cat(scores), torch.cat(rows))
+    weights = micro_batch_weights(loss_fn, rows, [len(row) for row in rows])
+    parts = [w * loss_fn(s, t) for w, s, t in zip(weights, scores, rows, strict=True) if w != 0]
+    torch.testing.assert_close(sum(parts), expected, rtol=0, atol=1e-10, equal_nan=True)
+
+
+def test_targets_that_are_probabilities_are_all_counted():
+    """Cross-entropy then averages over samples."""
+    rows = [torch.rand(3, 4), torch.rand(1, 4)]
+    assert micro_batch_weights(functional.cross_entropy, rows, [3, 1]) == [0.75, 0.25]
+
+
+def test_other_losses_average_over_samples():
+    """Also functions of which nothing is known."""
+    rows = [torch.rand(2, 5), torch.rand(2, 5), torch.rand(1, 5)]
+    for loss_fn in (functional.mse_loss, nn.L1Loss(), lambda output, target: (output - target).abs().mean()):
+        assert micro_batch_weights(loss_fn, rows, [2, 2, 1]) == [0.4, 0.4, 0.2]
+
+
+def test_a_given_weight_is_what_counts():
+    """It is called with each micro-batch's target; for a sum too, if it is given."""
+    rows = [torch.tensor([1, 0]), torch.tensor([1, 1])]
+    weights = micro_batch_weights(functional.mse_loss, rows, [2, 2], lambda target: target.sum())
+    assert weights == [1 / 3, 2 / 3]
+
+
+def test_nothing_to_average_over_is_nan_as_for_the_whole_batch():
+    """0/0: not hidden."""
+    rows = [torch.tensor([IGNORED]), torch.tensor([IGNORED])]
+    assert all(weight != weight for weight in micro_batch_weights(functional.cross_entropy, rows, [1, 1]))
