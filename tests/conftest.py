@@ -8,6 +8,10 @@ from hypothesis import settings
 settings.register_profile("gpipe_lite", derandomize=True, deadline=None, database=None)
 settings.load_profile("gpipe_lite")
 
+# Where other programs want the cores too, two intra-op threads wait for each other a hundred times longer than
+# one takes for the tests' small tensors.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked ``gpu`` on a machine without one."""
