@@ -8,10 +8,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -192,7 +192,8 @@ class Workers:
         while True:
             try:
                 while len(outcomes) < submitted:
-                    wake.get()
+                    with suppress(Empty):  # a signal that arrives just before get() blocks is seen at the next turn
+                        wake.get(timeout=0.2)
                 break
             except BaseException as interrupt:  # Ctrl-C: stop the stages, wait for them, then pass it on
                 cancel()
