@@ -3,15 +3,8 @@
 The way of a mini-batch: split into micro-batches → through the stages, as the schedule says → outputs → loss →
 gradients backwards through the same stages → ``.grad`` of the user's own parameters → a trace.
 
-Called like the model, ``pipe(x)`` runs the schedule's forward half at once. Its output hangs on two small autograd
-nodes, whose backward runs the other half::
-
-    [1] x ── Drain ── token ── Outputs ── output ── loss
-    [2]      Drain ◄─ token ◄─ Outputs ◄─ gradient ◄─ loss.backward()
-
-``Outputs`` keeps the gradient where it is and hands a CPU token on. ``Drain``, whose gradient is that token, thus
-runs in the thread that called ``backward()``. It may wait there for the stages. In a CUDA device's own autograd
-thread it must not: the stages need that thread for their backward passes.
+Called like the model, ``pipe(x)`` runs the schedule's forward half at once, and ``backward()`` on what follows runs
+the other half (:mod:`gpipe_lite.connect`). ``pipe.step(x, y, loss_fn)`` runs the whole with the loss inside.
 """
 
 import os
@@ -21,10 +14,10 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
+from gpipe_lite.connect import BackwardHalf, connect, input_gradients, that_require_grad
 from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
 from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.profiling import parameter_counts
@@ -179,13 +172,8 @@ class GPipe(nn.Module):
         needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in microbatch.flatten(outputs[0])[0]]
         if not (grad and any(needs_grad)):
             return merged
-        leaves, spec = microbatch.flatten(merged)
         sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
-        half = _BackwardHalf(run, plan.backward, microbatch.flatten(batch)[0], leaves, needs_grad, sizes)
-        anchor = torch.empty((), requires_grad=True)  # so that autograd comes by even if no input requires grad
-        token = _Drain.apply(half, anchor, *half.inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
-        tensors = iter(_Outputs.apply(half, token))  # type: ignore[no-untyped-call]  # torch has no types for it
-        return microbatch.unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return connect(batch, merged, needs_grad, BackwardHalf(run, plan.backward, sizes))
 
     def step(
         self, x: Any, y: Any, loss_fn: LossFn, *, weight: Weight | None = None, keep_outputs: bool = False
@@ -193,8 +181,8 @@ class GPipe(nn.Module):
         """Run the whole schedule with the loss inside: outputs, loss and, with grad enabled, gradients.
 
         The loss and the gradients equal those of the whole mini-batch to rounding. Gradients are added to the
-        parameters' ``.grad``, as ``backward()`` does. Any schedule can run so, and the last stage need not
-        keep the outputs of all micro-batches.
+        parameters' ``.grad``, as ``backward()`` does, and go on from ``x`` to what it was computed from. Any
+        schedule can run so, and the last stage need not keep the outputs of all micro-batches.
 
         Args:
             x: the mini-batch, as for :meth:`forward`.
@@ -233,6 +221,11 @@ class GPipe(nn.Module):
             for m, share in enumerate(weights):
                 given[Task(Phase.BACKWARD, last, m)] = [torch.tensor(share, dtype=torch.float64, device=device)]
         results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
+        inputs = microbatch.flatten(x)[0]
+        if torch.is_grad_enabled() and (wanted := that_require_grad(inputs)):
+            pairs = zip(wanted, input_gradients(results, inputs, sizes), strict=True)
+            reached = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
         with torch.no_grad():
             losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
             # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
@@ -287,93 +280,6 @@ class _Plan:
         self.backward = whole.only(Phase.RECOMPUTE, Phase.BACKWARD)
         rows = zip(whole.device_tasks, self.forward.device_tasks, strict=True)
         self.flushes = all(row[: len(forward)] == forward for row, forward in rows)
-
-
-class _BackwardHalf:
-    """What the two autograd nodes share: the run, and the gradients on their way into it."""
-
-    def __init__(
-        self,
-        run: Run,
-        part: Schedule,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        needs_grad: Sequence[bool],
-        sizes: Sequence[int],
-    ) -> None:
-        self._run: Run | None = run
-        self._part = part
-        self._sizes = list(sizes)
-        self._at = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self.inputs = [inputs[i] for i in self._at]
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
-        self.outputs = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-        self.constant = [
-            leaf for leaf, needs in zip(outputs, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs
-        ]
-        self.gradients: Sequence[Tensor | None] = ()
-
-    def run(self) -> list[Tensor | None]:
-        """Run the backward half; return the gradients of the inputs that require grad."""
-        if self._run is None:
-            raise RuntimeError(
-                "backward ran through this output of the pipeline already, and the stages have freed their "
-                "activations: call the pipe again before the next backward()"
-            )
-        run, self._run = self._run, None
-        pieces = [None if gradient is None else gradient.split(self._sizes) for gradient in self.gradients]
-        self.gradients = ()
-        last, given = run.schedule.num_stages - 1, {}
-        for m in range(len(self._sizes)):
-            of_tensors = iter([piece and piece[m] for piece in pieces])
-            given[Task(Phase.BACKWARD, last, m)] = [next(of_tensors) if yes else None for yes in self._is_tensor]
-        results = run.execute(self._part, given)
-        rows = [results[Task(Phase.BACKWARD, 0, m)] for m in range(len(self._sizes))]
-        return [self._join(tensor, [row[i] for row in rows]) for tensor, i in zip(self.inputs, self._at, strict=True)]
-
-    def _join(self, tensor: Tensor, parts: list[Tensor | None]) -> Tensor | None:
-        if all(part is None for part in parts):
-            return None
-        shape = tensor.shape[1:]
-        filled = [
-            torch.zeros(size, *shape, dtype=tensor.dtype, device=tensor.device)
-            if part is None
-            else part.to(tensor.device)
-            for size, part in zip(self._sizes, parts, strict=True)
-        ]
-        return torch.cat(filled)
-
-
-class _Drain(torch.autograd.Function):
-    """Hands a token to ``_Outputs``; runs the backward half when it comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, half: _BackwardHalf, _anchor: Tensor, *_inputs: Tensor) -> Tensor:
-        ctx.half = half
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.half.run()
-
-
-class _Outputs(torch.autograd.Function):
-    """Lends the outputs a history; keeps their gradients for ``_Drain``."""
-
-    @staticmethod
-    def forward(ctx: Any, half: _BackwardHalf, _token: Tensor) -> tuple[Tensor, ...]:
-        ctx.half = half
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*half.constant)
-        outputs, half.outputs, half.constant = tuple(half.outputs), [], []
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
-        ctx.half.gradients = gradients
-        return None, torch.zeros((), device="cpu")
 
 
 def _make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, checkpoint: Checkpoint) -> Schedule:

@@ -85,11 +85,14 @@ def test_a_step_equals_the_unsplit_models(schedule, balance, chunks, samples, ch
     x, y = torch.randn(samples, 3).double(), torch.randn(samples, 2).double()
     pipe = GPipe(copy.deepcopy(plain), balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint,
                  schedule=schedule)  # fmt: skip
-    expected = functional.mse_loss(plain(x), y)
+    before = torch.randn(samples, 3).double().requires_grad_()  # what the batch is computed from
+    expected = functional.mse_loss(plain(x + before), y)
     expected.backward()
-    result = pipe.step(x, y, functional.mse_loss, keep_outputs=True)
+    input_gradient, before.grad = before.grad, None
+    result = pipe.step(x + before, y, functional.mse_loss, keep_outputs=True)
+    torch.testing.assert_close(before.grad, input_gradient, rtol=0, atol=1e-10)
     torch.testing.assert_close(result.loss, expected.detach(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(result.outputs, plain(x).detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(result.outputs, plain(x + before).detach(), rtol=0, atol=1e-10)
     close(gradients(pipe), gradients(plain))
 
 

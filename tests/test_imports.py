@@ -33,7 +33,8 @@ HOUSE = {
     "runtime": "schedule trace microbatch transfer stage",
     "threads": "schedule trace microbatch randomness transfer stage runtime",
     "distributed": f"{TIME} {PIECES} stage runtime",
-    "gpipe": f"{TIME} {PIECES} stage runtime threads",
+    "connect": "schedule microbatch threads",
+    "gpipe": f"{TIME} {PIECES} stage runtime threads connect",
     "saving": "partition gpipe distributed",
     # what reads schedules and traces
     "plot": TIME,
@@ -48,7 +49,7 @@ HOUSE = {
 ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 
 TORCH_FREE = {"schedule", "trace", "simulate", "balance"}
-RUNS = set(f"{TIME} {PIECES} stage runtime threads distributed gpipe saving".split())
+RUNS = set(f"{TIME} {PIECES} stage runtime threads distributed connect gpipe saving".split())
 READERS = {"plot", "explore", "lab", "data", "train", "verify"}
 
 
