@@ -99,6 +99,10 @@ class GPipe(nn.Module):
             raise ValueError(
                 f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}"
             )
+        if not (isinstance(schedule, str | Schedule) or callable(schedule)):
+            raise TypeError(f"schedule must be a name, a Schedule or a function of (K, M), not {schedule!r}")
+        if isinstance(devices, str | int | torch.device):
+            raise TypeError(f"devices names one device a partition: write [{devices!r}] * K, not {devices!r}")
         self.chunks = chunks
         self.checkpoint: Checkpoint = checkpoint
         self._schedule = schedule
@@ -290,6 +294,8 @@ def _make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, check
         found = BY_NAME[schedule](num_stages, num_micro_batches, checkpoint)
     else:
         found = schedule(num_stages, num_micro_batches)
+        if not isinstance(found, Schedule):
+            raise TypeError(f"schedule(K={num_stages}, M={num_micro_batches}) returned {found!r}, not a Schedule")
     found.check()
     sizes = found.num_stages, found.num_micro_batches, found.num_devices
     wanted = num_stages, num_micro_batches, num_stages

@@ -343,6 +343,8 @@ BAD_ARGUMENTS = {
     "chunks=True": (dict(chunks=True), TypeError, "whole number, not True"),
     "checkpoint": (dict(checkpoint="sometimes"), ValueError, "always, except_last, never, not 'sometimes'"),
     "schedule": (dict(schedule="gpipes"), ValueError, "naive, gpipe, 1f1b.*not 'gpipes'"),
+    "schedule=3": (dict(schedule=3), TypeError, "a name, a Schedule or a function.*not 3"),
+    "devices=str": (dict(devices="cpu"), TypeError, r"\['cpu'\] \* K"),
     "balance sum": (dict(balance=[1, 1]), ValueError, r"\[1, 1\] covers 2 layers.*has 3"),
     "empty stage": (dict(balance=[3, 0]), ValueError, "0"),
     "too few devices": (dict(balance=[1, 1, 1], devices=["cpu"]), ValueError, "3 partitions need.*not 1"),

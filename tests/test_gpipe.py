@@ -259,6 +259,13 @@ def test_a_schedule_for_other_sizes_is_refused():
         pipe(torch.randn(6, 3))
 
 
+def test_a_schedule_function_that_returns_something_else_is_refused():
+    """The message shows K, M and what came."""
+    pipe = GPipe(model(), [4, 4], devices=["cpu"] * 2, chunks=3, schedule=lambda k, m: None)
+    with pytest.raises(TypeError, match=r"schedule\(K=2, M=3\) returned None"):
+        pipe(torch.randn(6, 3))
+
+
 def test_1f1b_needs_the_loss_inside():
     """Its backward tasks begin before the last forward one; evaluation needs none."""
     pipe = GPipe(model(), [4, 4], devices=["cpu"] * 2, chunks=3, schedule="1f1b")

@@ -129,9 +129,7 @@ def test_micro_batches_are_views():
     """Nothing is copied, nested or not."""
     x = torch.arange(7.0)
     for pieces in (split(x, 3), [piece["x"] for piece in split({"x": x}, 3)]):
-        assert [piece.untyped_storage().data_ptr() for piece in pieces] == [
-            x.untyped_storage().data_ptr()
-        ] * 3
+        assert [piece.untyped_storage().data_ptr() for piece in pieces] == [x.untyped_storage().data_ptr()] * 3
         assert [piece.storage_offset() for piece in pieces] == [0, 3, 5]
 
 

@@ -89,9 +89,7 @@ def test_saved_bytes_are_linear_in_the_batch(batch_size, dtype):
     """So a small batch tells the memory of a large one."""
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
     layers = layers.to("meta", dtype)
-    one, many = (
-        activation_bytes(layers, torch.empty(n, 3, 8, 8, device="meta", dtype=dtype)) for n in (1, batch_size)
-    )
+    one, many = (activation_bytes(layers, torch.empty(n, 3, 8, 8, device="meta", dtype=dtype)) for n in (1, batch_size))
     assert many == [batch_size * size for size in one]
 
 
