@@ -1,0 +1,184 @@
+"""Pictures of traces: timelines, comparisons and memory curves, each with its text alternative.
+
+Colours are Okabe and Ito's, which the colour-blind can tell apart, and never stand alone: backward boxes are
+hatched, recomputed ones stand out in lightness, and a box that is wide enough says its micro-batch.
+
+Every function returns a :class:`Picture`. As the last line of a notebook cell it shows itself and, below, the sentence
+that describes it, for those who cannot see it. Figures are white, so that they read on dark pages too, and are made
+without pyplot: nothing global changes, and none stays open.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from gpipe_lite.schedule import Phase
+from gpipe_lite.trace import PHASE_NAMES, Trace
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")
+"""Okabe and Ito's eight, for curves and bars; https://jfly.uni-koeln.de/color/."""
+
+FILL = {Phase.FORWARD: "#0072B2", Phase.RECOMPUTE: "#F0E442", Phase.BACKWARD: "#D55E00"}
+HATCH = {Phase.FORWARD: "", Phase.RECOMPUTE: "", Phase.BACKWARD: "///"}
+INK = {Phase.FORWARD: "white", Phase.RECOMPUTE: "black", Phase.BACKWARD: "black"}
+LINES = ("-", "--", ":", "-.")
+WIDTH = 9.0  # inches
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and the sentence that says what it shows.
+
+    Attributes:
+        figure: matplotlib's.
+        alt: the text alternative.
+    """
+
+    figure: Figure
+    alt: str
+
+    def png(self, dpi: int = 110) -> bytes:
+        """The picture as a PNG file."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+        return buffer.getvalue()
+
+    def save(self, path: str | Path, dpi: int = 200) -> None:
+        """Write the picture as a PNG file."""
+        Path(path).write_bytes(self.png(dpi))
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        data = {"image/png": self.png(), "text/plain": "<Picture>"}
+        display(data, metadata={"image/png": {"alt": self.alt}}, raw=True)  # type: ignore[no-untyped-call]  # IPython
+        display({"text/markdown": f"*{self.alt}*", "text/plain": self.alt}, raw=True)  # type: ignore[no-untyped-call]
+
+
+def show(figure: Figure, alt: str) -> Picture:
+    """Give a figure of your own its text alternative."""
+    return Picture(figure, alt)
+
+
+def timeline(trace: Trace, title: str = "") -> Picture:
+    """Draw what ran when: a row a device, a box a task, idle time blank.
+
+    Args:
+        trace: measured or simulated.
+        title: stands before the makespan and the bubble; the trace's name unless given.
+    """
+    figure = Figure(figsize=(WIDTH, 1.1 + 0.45 * trace.num_devices), layout="constrained")
+    draw_timeline(figure.subplots(), trace, title or trace.name)
+    draw_legend(figure, trace)
+    return Picture(figure, trace.describe())
+
+
+def compare(simulated: Trace, measured: Trace) -> Picture:
+    """Draw a simulated timeline above the measured one, on one axis of time if their units agree."""
+    rows = simulated.num_devices + measured.num_devices
+    figure = Figure(figsize=(WIDTH, 1.9 + 0.45 * rows), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    draw_timeline(upper, simulated, "simulated")
+    draw_timeline(lower, measured, "measured")
+    if simulated.unit == measured.unit:
+        end = max(upper.get_xlim()[1], lower.get_xlim()[1])
+        upper.set_xlim(0, end)
+        lower.set_xlim(0, end)
+    draw_legend(figure, simulated, measured)
+    return Picture(figure, f"Simulated: {simulated.describe()} Measured: {measured.describe()}")
+
+
+def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes: Sequence[float] = ()) -> Picture:
+    """Draw what each stage keeps, over time: a step curve a stage.
+
+    Args:
+        trace: measured or simulated.
+        boundary_bytes: for each stage, bytes of one micro-batch's input.
+        activation_bytes: for each stage, bytes of one micro-batch's activations. Without both, the curves count
+            the micro-batches whose activations are kept.
+
+    Raises:
+        ValueError: if there is not one number for each stage.
+    """
+    stages = range(trace.num_stages)
+    in_bytes = bool(boundary_bytes or activation_bytes)
+    for name, given in (("boundary_bytes", boundary_bytes), ("activation_bytes", activation_bytes)):
+        if in_bytes and len(given) != len(stages):
+            raise ValueError(f"{name} has {len(given)} numbers, the trace has {len(stages)} stages: give one for each")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    ax = figure.subplots()
+    scale, unit = _unit(trace)
+    peaks = []
+    for stage in stages:
+        steps: list[tuple[float, float]] = [*trace.live_activations(stage)]
+        if in_bytes:
+            inputs = [(time, count * boundary_bytes[stage] / 2**20) for time, count in trace.live_boundaries(stage)]
+            steps = _sum([inputs, [(time, count * activation_bytes[stage] / 2**20) for time, count in steps]])
+        times = [(time - trace.start) * scale for time, _ in steps]
+        values = [value for _, value in steps]
+        peaks.append(max(values))
+        ax.step(times, values, LINES[stage % 4], where="post", color=COLOURS[stage % 8], label=f"stage {stage}")
+    what = "MiB" if in_bytes else "micro-batches"
+    ax.set(xlabel=f"time, {unit}", ylabel=f"kept, {what}", xlim=(0, trace.makespan * scale), ylim=(0, None))
+    figure.legend(loc="outside upper right", ncols=min(4, len(stages)), frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    most = ", ".join(f"stage {stage} {peak:.3g}" for stage, peak in enumerate(peaks))
+    return Picture(figure, f"What each stage keeps over time, in {what}; at most {most}.")
+
+
+def _sum(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Add step curves."""
+    changes: list[tuple[float, float]] = []
+    for curve in curves:
+        before = 0.0
+        for time, value in curve:
+            changes.append((time, value - before))
+            before = value
+    total, found = 0.0, dict[float, float]()
+    for time, change in sorted(changes):
+        total += change
+        found[time] = total
+    return list(found.items())
+
+
+def _unit(trace: Trace) -> tuple[float, str]:
+    """By what to multiply a trace's times, and what they are then."""
+    return (1e3, "ms") if trace.unit == "s" else (1.0, trace.unit)
+
+
+def draw_timeline(ax: Axes, trace: Trace, title: str) -> None:
+    """Draw a timeline into axes of a figure of your own."""
+    scale, unit = _unit(trace)
+    narrowest_with_text = trace.makespan * 0.011 * max(1, len(str(trace.num_micro_batches - 1)))
+    for device in range(trace.num_devices):
+        for event in trace.on(device):
+            phase, width = event.task.phase, event.end - event.start
+            left = (event.start - trace.start) * scale
+            ax.barh(device, width * scale, 0.86, left, color=FILL[phase], hatch=HATCH[phase], edgecolor="black", lw=0.6)
+            if width >= narrowest_with_text:
+                style: dict[str, Any] = {"color": INK[phase], "ha": "center", "va": "center", "fontsize": 9}
+                if HATCH[phase]:
+                    style["bbox"] = {"facecolor": FILL[phase], "edgecolor": "none", "pad": 0.8}
+                ax.text(left + width * scale / 2, device, str(event.task.micro_batch), **style)
+    span = f"{trace.makespan * scale:.4g} {unit}"
+    ax.set_title(f"{title}: {span}, bubble {trace.bubble_fraction:.0%}", loc="left", fontsize=10)
+    ax.set(xlabel=f"time, {unit}", xlim=(0, trace.makespan * scale or 1), ylim=(trace.num_devices - 0.5, -0.5))
+    ax.set_yticks(range(trace.num_devices), [f"device {device}" for device in range(trace.num_devices)])
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw_legend(figure: Figure, *traces: Trace) -> None:
+    """Say above a figure of your own what the boxes of its timelines mean."""
+    ran = {event.task.phase for trace in traces for event in trace.events}
+    phases = [phase for phase in Phase if phase in ran]
+    look: dict[str, Any] = {"edgecolor": "black", "lw": 0.6}
+    boxes = [Patch(facecolor=FILL[p], hatch=HATCH[p], label=PHASE_NAMES[p], **look) for p in phases]
+    idle = Patch(facecolor="white", edgecolor="0.6", lw=0.6, label="idle")
+    figure.legend(handles=[*boxes, idle], loc="outside upper right", ncols=4, fontsize=9, frameon=False)
