@@ -1,0 +1,137 @@
+"""Pictures show what the trace says, in more than colour."""
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from gpipe_lite import plot
+from gpipe_lite.schedule import Phase, Task, gpipe
+from gpipe_lite.simulate import TYPICAL_COSTS, simulate
+from gpipe_lite.trace import Event, Trace
+
+MEASURED = Trace(
+    (
+        Event(Task(Phase.FORWARD, 0, 0), 0, 10.0, 10.1),
+        Event(Task(Phase.RECOMPUTE, 0, 0), 0, 10.2, 10.3),
+        Event(Task(Phase.BACKWARD, 0, 0), 0, 10.3, 10.5),
+    ),
+    2,
+    "by hand",
+)
+
+
+def boxes(picture, axes=0):
+    return [patch for container in picture.figure.axes[axes].containers for patch in container]
+
+
+def test_each_task_is_a_box_at_its_time_on_its_device():
+    """In milliseconds from the start when measured."""
+    found = [
+        (box.get_x(), box.get_width(), box.get_y() + box.get_height() / 2) for box in boxes(plot.timeline(MEASURED))
+    ]
+    expected = [(0.0, 100.0, 0.0), (200.0, 100.0, 0.0), (300.0, 200.0, 0.0)]
+    assert [pytest.approx(box) for box in expected] == found
+
+
+def test_phases_differ_in_more_than_colour():
+    """Okabe and Ito's colours; outlined, backward hatched, micro-batch numbers inside."""
+    picture = plot.timeline(MEASURED)
+    look = [(to_hex(box.get_facecolor()).upper(), box.get_hatch() or "") for box in boxes(picture)]
+    assert look == [("#0072B2", ""), ("#F0E442", ""), ("#D55E00", "///")]
+    assert all(to_hex(box.get_edgecolor()) == "#000000" and box.get_linewidth() > 0 for box in boxes(picture))
+    assert [text.get_text() for text in picture.figure.axes[0].texts] == ["0", "0", "0"]
+    (legend,) = picture.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "recompute", "backward", "idle"]
+
+
+def test_numbers_are_left_out_of_boxes_too_narrow_for_them():
+    """Five hundred micro-batches do not become a smear."""
+    texts = plot.timeline(simulate(gpipe(2, 500))).figure.axes[0].texts
+    assert not texts
+    assert len(plot.timeline(simulate(gpipe(2, 4))).figure.axes[0].texts) == 16
+
+
+def test_axes_are_labelled_with_their_units_and_every_device_has_a_row():
+    """An idle device too, and device 0 on top."""
+    (ax,) = plot.timeline(MEASURED, "title").figure.axes
+    assert ax.get_xlabel() == "time, ms"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["device 0", "device 1"]
+    assert ax.yaxis_inverted()
+    assert ax.get_title(loc="left") == "title: 500 ms, bubble 60%"
+    (ax,) = plot.timeline(simulate(gpipe(1, 1))).figure.axes
+    assert ax.get_xlabel() == "time, steps"
+
+
+def test_compared_timelines_share_their_axis_if_they_share_their_unit():
+    """Otherwise each has its own; the legend names the phases of both."""
+    plan = gpipe(2, 2, "always")
+    upper, lower = plot.compare(simulate(plan, TYPICAL_COSTS, unit="s"), MEASURED).figure.axes
+    assert upper.get_xlim() == lower.get_xlim()
+    picture = plot.compare(simulate(gpipe(2, 2)), MEASURED)
+    upper, lower = picture.figure.axes
+    assert (upper.get_xlim(), lower.get_xlim()) == ((0, 6), pytest.approx((0, 500)))
+    assert [text.get_text() for text in picture.figure.legends[0].get_texts()][1] == "recompute"
+
+
+def test_memory_curves_add_inputs_and_activations():
+    """GPipe with recomputation: M inputs, and one micro-batch's activations between R and B."""
+    trace = simulate(gpipe(2, 3, "always"), TYPICAL_COSTS)
+    mib = 2**20
+    picture = plot.memory(trace, boundary_bytes=[1 * mib, 2 * mib], activation_bytes=[10 * mib, 20 * mib])
+    curves = [line.get_ydata() for line in picture.figure.axes[0].lines]
+    assert [max(curve) for curve in curves] == [13.0, 26.0]
+    assert [curve[-1] for curve in curves] == [0.0, 0.0]
+    assert picture.alt == "What each stage keeps over time, in MiB; at most stage 0 13, stage 1 26."
+    styles = [line.get_linestyle() for line in picture.figure.axes[0].lines]
+    assert len(set(styles)) == 2
+    for line in picture.figure.axes[0].lines:
+        assert all(a <= b for a, b in pairwise(line.get_xdata()))
+
+
+def test_memory_without_bytes_counts_micro_batches():
+    """Those whose activations are kept."""
+    picture = plot.memory(simulate(gpipe(2, 3)))
+    assert [max(line.get_ydata()) for line in picture.figure.axes[0].lines] == [3, 3]
+    assert picture.figure.axes[0].get_ylabel() == "kept, micro-batches"
+
+
+def test_bytes_that_do_not_fit_the_stages_are_refused():
+    """Both numbers are shown."""
+    with pytest.raises(ValueError, match="activation_bytes has 1 numbers, the trace has 2 stages"):
+        plot.memory(simulate(gpipe(2, 3)), [1, 1], [1])
+
+
+def test_a_picture_shows_itself_with_its_sentence(monkeypatch):
+    """As an image with an alternative text, and as a caption that every reader sees."""
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: shown.append((data, options)))
+    plot.show(Figure(), "a sentence")._ipython_display_()
+    (image, options), (caption, _) = shown
+    assert image["image/png"].startswith(b"\x89PNG")
+    assert options["metadata"] == {"image/png": {"alt": "a sentence"}}
+    assert caption["text/plain"] == "a sentence"
+
+
+def test_a_picture_is_opaque_so_that_it_reads_on_dark_pages(tmp_path):
+    """White, whatever is behind it."""
+    from PIL import Image
+
+    picture = plot.timeline(MEASURED)
+    picture.save(tmp_path / "picture.png")
+    for image in (Image.open(tmp_path / "picture.png"), Image.open(io.BytesIO(picture.png()))):
+        assert image.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
+
+
+def test_the_readmes_pictures_carry_the_sentences_of_their_data():
+    """``make images`` wrote both; the README repeats the sentence as the alternative text."""
+    images = Path(__file__).parent.parent / "images"
+    alts = json.loads((images / "alt.json").read_text(encoding="utf-8"))
+    assert alts["hero.png"] == Trace.load(images / "hero_trace.json").describe()
+    readme = (images.parent / "README.md").read_text(encoding="utf-8")
+    for name, alt in alts.items():
+        assert f"![{alt}](images/{name})" in readme
