@@ -1,0 +1,124 @@
+"""Training checkpoints that any number of stages can load.
+
+A checkpoint holds the model's state under the model's own keys, which say nothing of stages; the optimiser's, which
+counts parameters in the model's order; and whatever else a training needs to go on exactly. It is written beside the
+old one and then put in its place, so that a crash while writing leaves the old one whole. Reading it never runs code
+from it.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import nn
+
+FORMAT = "gpipe_lite checkpoint 1"
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be loaded; the message names it and says what is wrong."""
+
+
+def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
+    """Write a checkpoint, all of it or nothing.
+
+    Args:
+        path: the file; the one that is there is replaced at once, when the new one is complete.
+        model: a GPipe, or the model itself.
+        optimizer: of its parameters.
+        more: what else is to be kept: numbers, text, tensors, and lists and dicts of them.
+
+    Raises:
+        OSError: if the file cannot be written; what was there before is there still.
+    """
+    path = Path(path)
+    content = {
+        "format": FORMAT,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": random_state(),
+        "more": more,
+    }
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".new", delete=False) as file:
+        try:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Read a checkpoint into a model on any number of stages, and torch's random generators.
+
+    Args:
+        path: the file.
+        model: a GPipe with any balance, or the model itself.
+        optimizer: of its parameters; None leaves the optimiser's state out.
+
+    Returns:
+        What else was kept.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CheckpointError: if it is truncated, not a checkpoint of ours, or another model's. Then nothing is changed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}: check the name, or start without resuming")
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wonders at a foreign pickle; the error that follows says more
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of a dozen kinds, depending on where the file is broken
+            said = str(error).splitlines()[0] if str(error) else "no more is known"
+            raise CheckpointError(
+                f"{path} is truncated, or was not written by gpipe_lite: take an earlier one ({said})"
+            ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format", "no format") if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise CheckpointError(f"{path} is not a checkpoint of this version: it has {found!r}, we read {FORMAT!r}")
+    if fault := _mismatch(content["model"], model.state_dict()):
+        raise CheckpointError(f"{path} is another model's: {fault}")
+    if optimizer is not None:
+        kept, here = content["optimizer"]["param_groups"], optimizer.state_dict()["param_groups"]
+        if [len(group["params"]) for group in kept] != [len(group["params"]) for group in here]:
+            raise CheckpointError(
+                f"{path} has an optimiser with groups of {[len(group['params']) for group in kept]} parameters, this "
+                f"one has {[len(group['params']) for group in here]}: build the optimiser as it was built then"
+            )
+        optimizer.load_state_dict(content["optimizer"])
+    model.load_state_dict(content["model"])
+    set_random_state(content["random"])
+    more: dict[str, Any] = content["more"]
+    return more
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's generators, on the CPU and on every CUDA device."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to what :func:`random_state` returned; CUDA's only if there are as many devices."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():  # pragma: no cover - needs CUDA
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _mismatch(kept: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first way in which two state dicts do not fit, or nothing."""
+    for one, other, where in ((kept, here, "the file"), (here, kept, "the model")):
+        if extra := [key for key in one if key not in other]:
+            return f"{len(extra)} keys are only in {where}, the first is {extra[0]!r}"
+    for key, tensor in kept.items():
+        if tensor.shape != here[key].shape:
+            return f"{key!r} has shape {tuple(tensor.shape)} in the file and {tuple(here[key].shape)} in the model"
+    return ""

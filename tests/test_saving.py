@@ -1,0 +1,133 @@
+"""Checkpoints are whole or not there, load on any number of stages, and run no code."""
+
+import copy
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpipe_lite import GPipe
+from gpipe_lite.saving import CheckpointError, load, save
+
+
+def new(balance=(2, 2), seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2)
+    return pipe, torch.optim.Adam(pipe.parameters(), lr=0.1)
+
+
+def train(pipe, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        pipe.step(torch.randn(8, 3), torch.randn(8, 2), functional.mse_loss)
+        optimizer.step()
+
+
+def equal(a, b):
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("balance", [(2, 2), (4,), (1, 1, 1, 1)])
+def test_a_resumed_run_is_bit_equal_to_an_undisturbed_one(tmp_path, balance):
+    """With dropout, BatchNorm, Adam and random data; also on another number of stages."""
+    pipe, optimizer = new()
+    train(pipe, optimizer, 3)
+    save(tmp_path / "run.pt", pipe, optimizer, step=3, note="halfway")
+    train(pipe, optimizer, 3)
+    other, other_optimizer = new(balance, seed=99)
+    assert load(tmp_path / "run.pt", other, other_optimizer) == {"step": 3, "note": "halfway"}
+    train(other, other_optimizer, 3)
+    assert equal(pipe.state_dict(), other.state_dict())
+
+
+def test_a_checkpoint_loads_into_the_plain_model(tmp_path):
+    """Its keys are the model's own."""
+    pipe, optimizer = new()
+    save(tmp_path / "run.pt", pipe, optimizer)
+    plain = nn.Sequential(*copy.deepcopy(list(pipe)))
+    with torch.no_grad():
+        plain[0].weight.zero_()
+    load(tmp_path / "run.pt", plain)
+    assert equal(plain.state_dict(), pipe.state_dict())
+
+
+def test_a_crash_while_writing_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    """And nothing beside it."""
+    pipe, optimizer = new()
+    save(tmp_path / "run.pt", pipe, optimizer, step=1)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left on device")))
+    with pytest.raises(OSError, match="no space"):
+        save(tmp_path / "run.pt", pipe, optimizer, step=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+    assert load(tmp_path / "run.pt", pipe, optimizer) == {"step": 1}
+
+
+def test_a_truncated_file_is_refused_with_its_name(tmp_path):
+    """At every length tried; the model is left as it was."""
+    pipe, optimizer = new()
+    file = tmp_path / "run.pt"
+    save(file, pipe, optimizer)
+    content = file.read_bytes()
+    before = copy.deepcopy(pipe.state_dict())
+    for length in (0, 1, 100, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"run\.pt is truncated, or was not written by gpipe_lite"):
+            load(file, pipe, optimizer)
+    assert equal(before, pipe.state_dict())
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_code_in_a_file_is_not_run(tmp_path, monkeypatch):
+    """Neither from a pickle, nor from one in torch's archive."""
+    monkeypatch.chdir(tmp_path)
+    pipe, optimizer = new()
+    Path("evil.pt").write_bytes(pickle.dumps(Evil()))
+    torch.save({"format": Evil()}, "evil_zip.pt")
+    for name in ("evil.pt", "evil_zip.pt"):
+        with pytest.raises(CheckpointError, match=name):
+            load(name, pipe, optimizer)
+    assert not Path("executed").exists()
+
+
+def test_foreign_files_are_refused(tmp_path):
+    """Text, another archive, another program's state, another version."""
+    pipe, optimizer = new()
+    (tmp_path / "text").write_text("hello")
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr("a", "b")
+    for name in ("text", "zip"):
+        with pytest.raises(CheckpointError, match="was not written by gpipe_lite"):
+            load(tmp_path / name, pipe, optimizer)
+    torch.save([1, 2], tmp_path / "list")
+    torch.save({"format": "gpipe_lite checkpoint 0"}, tmp_path / "old")
+    for name, found in (("list", "a list"), ("old", "checkpoint 0")):
+        with pytest.raises(CheckpointError, match=f"not a checkpoint of this version: it has '.*{found}"):
+            load(tmp_path / name, pipe, optimizer)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        load(tmp_path / "absent", pipe, optimizer)
+
+
+def test_another_models_checkpoint_is_refused_by_its_first_difference(tmp_path):
+    """A key, or a shape; and an optimiser of other groups."""
+    pipe, optimizer = new()
+    save(tmp_path / "run.pt", pipe, optimizer)
+    wider = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 2))
+    with pytest.raises(CheckpointError, match=r"'0.weight' has shape \(6, 3\) in the file and \(7, 3\) in the model"):
+        load(tmp_path / "run.pt", wider)
+    shorter, longer = nn.Sequential(nn.Linear(3, 6)), nn.Sequential(*pipe, nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"7 keys are only in the file, the first is '1.weight'"):
+        load(tmp_path / "run.pt", shorter)
+    with pytest.raises(CheckpointError, match=r"2 keys are only in the model, the first is '4.weight'"):
+        load(tmp_path / "run.pt", longer)
+    frozen = torch.optim.Adam([pipe[0].weight])
+    with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters, this one has \[1\]"):
+        load(tmp_path / "run.pt", pipe, frozen)
