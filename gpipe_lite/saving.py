@@ -8,6 +8,7 @@ from it.
 
 import os
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -75,11 +76,14 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     with path.open("rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch wonders at a foreign pickle; the error that follows says more
         try:
+            if (part := zipfile.ZipFile(file).testzip()) is not None:  # torch writes checksums, and does not check
+                raise zipfile.BadZipFile(f"its part {part} is damaged")
+            file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # of a dozen kinds, depending on where the file is broken
             said = str(error).splitlines()[0] if str(error) else "no more is known"
             raise CheckpointError(
-                f"{path} is truncated, or was not written by gpipe_lite: take an earlier one ({said})"
+                f"{path} is damaged, or was not written by gpipe_lite: take an earlier one ({said})"
             ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format", "no format") if isinstance(content, dict) else f"a {type(content).__name__}"

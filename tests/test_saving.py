@@ -67,8 +67,8 @@ def test_a_crash_while_writing_leaves_the_last_good_checkpoint(tmp_path, monkeyp
     assert load(tmp_path / "run.pt", pipe, optimizer) == {"step": 1}
 
 
-def test_a_truncated_file_is_refused_with_its_name(tmp_path):
-    """At every length tried; the model is left as it was."""
+def test_a_damaged_file_is_refused_with_its_name(tmp_path):
+    """Cut to any length, or with other bytes in it; the model is left as it was."""
     pipe, optimizer = new()
     file = tmp_path / "run.pt"
     save(file, pipe, optimizer)
@@ -76,8 +76,12 @@ def test_a_truncated_file_is_refused_with_its_name(tmp_path):
     before = copy.deepcopy(pipe.state_dict())
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=r"run\.pt is truncated, or was not written by gpipe_lite"):
+        with pytest.raises(CheckpointError, match=r"run\.pt is damaged, or was not written by gpipe_lite"):
             load(file, pipe, optimizer)
+    weights = pipe[0].weight.detach().numpy().tobytes()
+    file.write_bytes(content.replace(weights, weights[::-1]))
+    with pytest.raises(CheckpointError, match=r"its part .* is damaged"):
+        load(file, pipe, optimizer)
     assert equal(before, pipe.state_dict())
 
 
