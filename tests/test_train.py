@@ -29,8 +29,27 @@ SMALL = [
     "--balance",
     "2,2,2,3",
 ]
-TEXT = ["--model", "transformer", "--layers", "2", "--width", "8", "--heads", "2", "--length", "512", "--batch-size", "256",
-        "--chunks", "2", "--epochs", "1", "--no-progress", "--stages", "2"]  # fmt: skip
+TEXT = [
+    "--model",
+    "transformer",
+    "--layers",
+    "1",
+    "--width",
+    "8",
+    "--heads",
+    "2",
+    "--length",
+    "32",
+    "--batch-size",
+    "64",
+    "--chunks",
+    "2",
+    "--epochs",
+    "1",
+    "--no-progress",
+    "--stages",
+    "2",
+]
 
 
 def weights(path):
