@@ -64,23 +64,17 @@ def check_balance(balance: Iterable[SupportsIndex], num_layers: int) -> list[int
         ValueError: if a stage would be empty, or the sum is not ``num_layers``.
     """
     if not isinstance(balance, Iterable):
-        raise TypeError(
-            f"balance is a sequence such as [2, 2], the number of layers of each stage, not {balance!r}"
-        )
+        raise TypeError(f"balance is a sequence such as [2, 2], the number of layers of each stage, not {balance!r}")
     sizes = []
     for stage, size in enumerate(balance):
         if isinstance(size, bool) or not isinstance(size, SupportsIndex):
             raise TypeError(f"balance gives stage {stage} {size!r} layers: write a whole number, 1 or more")
         if index(size) < 1:
-            raise ValueError(
-                f"balance gives stage {stage} {size} layers: give it 1 or more, or drop the entry"
-            )
+            raise ValueError(f"balance gives stage {stage} {size} layers: give it 1 or more, or drop the entry")
         sizes.append(index(size))
     if (missing := num_layers - sum(sizes)) != 0:
         way_out = f"add {missing} to" if missing > 0 else f"take {-missing} from"
-        raise ValueError(
-            f"balance {sizes} covers {sum(sizes)} layers, the model has {num_layers}: {way_out} one entry"
-        )
+        raise ValueError(f"balance {sizes} covers {sum(sizes)} layers, the model has {num_layers}: {way_out} one entry")
     return sizes
 
 
@@ -110,9 +104,7 @@ def _whole_numbers(costs: Sequence[float]) -> list[int]:
         raise ValueError("there are 0 layers to split: pass the cost of at least 1")
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
-            raise ValueError(
-                f"layer {layer} of {len(costs)} costs {cost!r}: a cost is a finite number, 0 or more"
-            )
+            raise ValueError(f"layer {layer} of {len(costs)} costs {cost!r}: a cost is a finite number, 0 or more")
     ratios = [(cost if isinstance(cost, int) else float(cost)).as_integer_ratio() for cost in costs]
     scale = max(denominator for _, denominator in ratios)
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
@@ -123,9 +115,7 @@ def _smallest_bound(sums: list[int], num_stages: int) -> int:
 
     def is_enough(bound: int) -> bool:
         end = 0
-        for _ in range(
-            num_stages
-        ):  # each as full as the bound allows; stages left empty can take from others
+        for _ in range(num_stages):  # each as full as the bound allows; stages left empty can take from others
             end = bisect_right(sums, sums[end] + bound) - 1
         return end == len(sums) - 1
 

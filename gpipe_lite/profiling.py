@@ -46,9 +46,7 @@ def layer_costs(layers: Iterable[nn.Module], by: By = "parameters", sample: Any 
     if by == "parameters":
         return [float(count) for count in parameter_counts(layers)]
     if sample is None:
-        raise ValueError(
-            f"to measure layers by {by} they must run: pass sample=, a batch for the first layer"
-        )
+        raise ValueError(f"to measure layers by {by} they must run: pass sample=, a batch for the first layer")
     if by == "time":
         return [forward + backward for forward, backward in layer_times(layers, sample)]
     return [float(size) for size in activation_bytes(layers, sample)]
@@ -86,9 +84,7 @@ def layer_times(layers: Iterable[nn.Module], sample: Any, *, repeats: int = 5) -
     layers = _checked(layers)
     devices = _devices(layers, sample)
     if torch.device("meta") in devices:
-        raise ValueError(
-            "on the meta device nothing is computed, so it takes no time: use a real model and sample"
-        )
+        raise ValueError("on the meta device nothing is computed, so it takes no time: use a real model and sample")
     times = []
     with _undisturbed(devices):
         for layer in layers:

@@ -7,17 +7,18 @@ from it.
 """
 
 import os
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 from torch import nn
 
 FORMAT = "gpipe_lite checkpoint 1"
+_PARTS = {"format", "model", "optimizer", "random", "more"}
 
 
 class CheckpointError(ValueError):
@@ -35,24 +36,26 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
 
     Raises:
         OSError: if the file cannot be written; what was there before is there still.
+        CheckpointError: if ``more`` has something that could not be loaded; likewise.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it points to is replaced
     content = {
         "format": FORMAT,
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizer": {"kind": type(optimizer).__name__, "state": optimizer.state_dict()},
         "random": random_state(),
         "more": more,
     }
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".new", delete=False) as file:
-        try:
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with new.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+        _read(new)  # what could not be read back must not replace what can
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -73,35 +76,46 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}: check the name, or start without resuming")
+    content = _read(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= _PARTS:
+        found = content.get("format", "no format") if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise CheckpointError(f"{path} is not a whole checkpoint of this version: it has {found!r}, we read {FORMAT!r}")
+    if fault := _mismatch(content["model"], model.state_dict()):
+        raise CheckpointError(f"{path} is another model's: {fault}")
+    if optimizer is not None:
+        kind, state = content["optimizer"]["kind"], content["optimizer"]["state"]
+        there, here = ([len(g["params"]) for g in o["param_groups"]] for o in (state, optimizer.state_dict()))
+        if (kind, there) != (type(optimizer).__name__, here):
+            raise CheckpointError(
+                f"{path} has the state of {kind} with groups of {there} parameters, this is {type(optimizer).__name__} "
+                f"with {here}: build the optimiser as it was built then"
+            )
+        optimizer.load_state_dict(state)
+    model.load_state_dict(content["model"])
+    set_random_state(content["random"])
+    more: dict[str, Any] = content["more"]
+    return more
+
+
+def _read(path: Path) -> Any:
     with path.open("rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch wonders at a foreign pickle; the error that follows says more
         try:
             if (part := zipfile.ZipFile(file).testzip()) is not None:  # torch writes checksums, and does not check
                 raise zipfile.BadZipFile(f"its part {part} is damaged")
             file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
         except Exception as error:  # of a dozen kinds, depending on where the file is broken
-            said = str(error).splitlines()[0] if str(error) else "no more is known"
+            # torch's own text is left out: it advises to load such a file without protection.
+            if found := re.search(r"GLOBAL (\S+)", str(error)):
+                reason = f"it refers to {found[1]}, so that reading it could run code"
+            else:
+                reason = str(error) if isinstance(error, zipfile.BadZipFile) else type(error).__name__
             raise CheckpointError(
-                f"{path} is damaged, or was not written by gpipe_lite: take an earlier one ({said})"
-            ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format", "no format") if isinstance(content, dict) else f"a {type(content).__name__}"
-        raise CheckpointError(f"{path} is not a checkpoint of this version: it has {found!r}, we read {FORMAT!r}")
-    if fault := _mismatch(content["model"], model.state_dict()):
-        raise CheckpointError(f"{path} is another model's: {fault}")
-    if optimizer is not None:
-        kept, here = content["optimizer"]["param_groups"], optimizer.state_dict()["param_groups"]
-        if [len(group["params"]) for group in kept] != [len(group["params"]) for group in here]:
-            raise CheckpointError(
-                f"{path} has an optimiser with groups of {[len(group['params']) for group in kept]} parameters, this "
-                f"one has {[len(group['params']) for group in here]}: build the optimiser as it was built then"
-            )
-        optimizer.load_state_dict(content["optimizer"])
-    model.load_state_dict(content["model"])
-    set_random_state(content["random"])
-    more: dict[str, Any] = content["more"]
-    return more
+                f"{path} is damaged, or holds more than tensors and plain values ({reason}): take an earlier one"
+            ) from None
 
 
 def random_state() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -98,7 +99,7 @@ def workload(options: argparse.Namespace) -> Workload:
 def batches(dataset: TensorDataset, size: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """All samples once, in an order that follows from seed and epoch; the last batch may be smaller."""
     x, y = dataset.tensors
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed % 2**31 * 2**31 + epoch))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32))
     for rows in order.split(size):
         yield x[rows], y[rows]
 
@@ -112,21 +113,20 @@ def learning_rate(peak: float, step: int, num_steps: int) -> float:
 
 
 @torch.no_grad()
-def evaluate(pipe: GPipe, dataset: TensorDataset, batch_size: int, most: int = 2000) -> tuple[float, float]:
-    """The model's mean loss and accuracy, on the first ``most`` samples.
+def evaluate(pipe: GPipe, dataset: TensorDataset, batch_size: int) -> tuple[float, float]:
+    """The model's mean loss and accuracy.
 
     Args:
         pipe: left in the mode in which it was.
         dataset: inputs and targets.
         batch_size: samples at a time.
-        most: how many samples are enough.
 
     Returns:
         The loss, and the share of targets to which the model gives the highest score.
     """
     was_training, loss, right, num_targets = pipe.training, 0.0, 0, 0
     pipe.eval()
-    x, y = (part[:most] for part in dataset.tensors)
+    x, y = dataset.tensors
     for inputs, target in zip(x.split(batch_size), y.split(batch_size), strict=True):
         result = pipe.step(inputs, target, loss_fn, keep_outputs=True)
         loss += float(result.loss) * len(inputs)
@@ -134,6 +134,13 @@ def evaluate(pipe: GPipe, dataset: TensorDataset, batch_size: int, most: int = 2
         num_targets += target.numel()
     pipe.train(was_training)
     return loss / len(x), right / num_targets
+
+
+def quality(pipe: GPipe, work: Workload, batch_size: int) -> str:
+    """The test set's loss, and accuracy or perplexity, in words."""
+    loss, accuracy = evaluate(pipe, work.test, batch_size)
+    count = f"{accuracy:.2%}" if work.counts == "accuracy" else f"{math.exp(min(loss, 700)):.2f}"
+    return f"test loss {loss:.4f}  test {work.counts} {count}"
 
 
 def train(pipe: GPipe, work: Workload, optimizer: torch.optim.Optimizer, options: argparse.Namespace, step: int) -> int:
@@ -168,7 +175,7 @@ def train(pipe: GPipe, work: Workload, optimizer: torch.optim.Optimizer, options
     with bar, _stop_on_interrupt() as interrupted:
         while step < num_steps:
             epoch, skip = divmod(step, steps_per_epoch)
-            seconds, losses, bubbles, num_samples = 0.0, [], [], 0
+            seconds, total, num_samples, bubbles = 0.0, 0.0, 0, []
             for i, (x, y) in enumerate(batches(work.train, options.batch_size, options.seed, epoch)):
                 if i < skip:
                     continue
@@ -177,28 +184,27 @@ def train(pipe: GPipe, work: Workload, optimizer: torch.optim.Optimizer, options
                     group["lr"] = learning_rate(options.lr, step, num_steps)
                 optimizer.zero_grad()
                 result = pipe.step(x, y, loss_fn)
-                losses.append(float(result.loss))
-                if not math.isfinite(losses[-1]):
+                loss = float(result.loss)
+                if not math.isfinite(loss):
                     raise Stopped(
-                        f"the loss is {losses[-1]} in epoch {epoch + 1}, step {step + 1}; the weights are those of the "
-                        f"step before. Try a smaller --lr than {options.lr:g}"
+                        f"the loss is {loss} in epoch {epoch + 1}, step {step + 1}; stopped before the weights took it "
+                        f"in. Try a smaller --lr than {options.lr:g}"
                     )
                 optimizer.step()
                 step += 1
                 seconds += perf_counter() - start
                 num_samples += len(x)
+                total += loss * len(x)
                 bubbles.append(result.trace.bubble_fraction)
-                bar.set_postfix(loss=f"{losses[-1]:.3f}", rate=f"{num_samples / seconds:.0f} {work.unit}s/s")
+                bar.set_postfix(loss=f"{loss:.3f}", rate=f"{num_samples / seconds:.0f} {work.unit}s/s")
                 bar.update()
                 if interrupted:
                     raise Stopped(f"interrupted after {step} of {num_steps} steps; {save()}")
                 if options.save_every and step % options.save_every == 0:
                     save()
-            test_loss, test_accuracy = evaluate(pipe, work.test, options.batch_size)
-            quality = {"accuracy": f"{test_accuracy:.2%}", "perplexity": f"{math.exp(test_loss):.2f}"}[work.counts]
             bar.write(
-                f"epoch {epoch + 1}/{options.epochs}  loss {sum(losses) / len(losses):.4f}  test loss {test_loss:.4f}  "
-                f"test {work.counts} {quality}  {num_samples / seconds:.0f} {work.unit}s/s  "
+                f"epoch {epoch + 1}/{options.epochs}  loss {total / num_samples:.4f}  "
+                f"{quality(pipe, work, options.batch_size)}  {num_samples / seconds:.0f} {work.unit}s/s  "
                 f"bubble {median(bubbles):.0%}",
                 file=sys.stdout,
             )
@@ -247,6 +253,31 @@ def _resume(pipe: GPipe, optimizer: torch.optim.Optimizer, options: argparse.Nam
     return int(more["step"])
 
 
+def _devices(options: argparse.Namespace) -> list[str]:
+    """One a stage; the number of stages is said by --stages, --balance or --devices, and they must agree."""
+    said = {
+        "--stages": options.stages,
+        "--balance": len(options.balance) if options.balance else None,
+        "--devices": len(options.devices) if options.devices else None,
+    }
+    numbers = {option: number for option, number in said.items() if number is not None}
+    if len(set(numbers.values())) > 1:
+        words = ", ".join(f"{option} {number}" for option, number in numbers.items())
+        raise ValueError(f"the numbers of stages disagree: {words}")
+    num_stages, num_gpus = next(iter(numbers.values()), 4), torch.cuda.device_count()
+    return options.devices or [f"cuda:{k % num_gpus}" if num_gpus else "cpu" for k in range(num_stages)]
+
+
+def _check_file(options: argparse.Namespace) -> None:
+    """Find out now, not after the first epoch, that --save cannot or should not be written."""
+    if options.save is not None:
+        file = Path(options.save)
+        if not file.parent.is_dir():
+            raise ValueError(f"--save {file}: there is no folder {file.parent}")
+        if file.exists() and not options.resume:
+            raise ValueError(f"--save {file} is there already: add --resume to go on with it, or name another file")
+
+
 def _optimizer(pipe: GPipe, options: argparse.Namespace) -> torch.optim.Optimizer:
     if options.model == "amoebanetd":
         return torch.optim.SGD(pipe.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
@@ -266,6 +297,10 @@ def _whole(text: str) -> int:
     if not (text.isdigit() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
+
+
+def _wholes(text: str) -> list[int]:
+    return [_whole(part) for part in text.split(",")]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -292,9 +327,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--size", type=_whole, default=16, help="digits: pixels, 8 or more; default: 16")
     group.add_argument("--length", type=_whole, default=64, help="text: tokens a sequence; default: 64")
     group = parser.add_argument_group("the pipeline")
-    group.add_argument("--stages", type=_whole, default=4, help="K; default: 4")
-    group.add_argument("--balance", help="layers per stage, as in 2,2,2,3; default: equal shares of the time")
-    group.add_argument("--devices", help="one a stage, as in cuda:0,cuda:1; default: CUDA devices in turn, else CPU")
+    group.add_argument("--stages", type=_whole, help="K; default: 4")
+    group.add_argument(
+        "--balance", type=_wholes, help="layers per stage, as in 2,2,2,3; default: equal shares of the time"
+    )
+    group.add_argument(
+        "--devices",
+        type=lambda text: text.split(","),
+        help="one a stage, as in cuda:0,cuda:1; default: CUDA devices in turn, else CPU",
+    )
     group.add_argument("--chunks", type=_whole, default=8, help="M, micro-batches a mini-batch; default: 8")
     group.add_argument("--checkpoint", choices=("always", "except_last", "never"), default="except_last",
                        help="which micro-batches are recomputed; default: except_last")  # fmt: skip
@@ -314,7 +355,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     is_amoebanet = options.model == "amoebanetd"
     options.layers = options.layers or (3 if is_amoebanet else 4)
     options.data = options.data or _data("digits" if is_amoebanet else "text")
-    options.lr = options.lr or (0.2 if is_amoebanet else 0.003)
+    options.lr = (0.2 if is_amoebanet else 0.003) if options.lr is None else options.lr
     return options
 
 
@@ -327,14 +368,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         work = workload(options)
-        num_gpus = torch.cuda.device_count()
-        spread = [f"cuda:{k % num_gpus}" if num_gpus else "cpu" for k in range(options.stages)]
-        devices = options.devices.split(",") if options.devices else spread
+        devices = _devices(options)
+        if torch.get_num_threads() < 2 * len(devices):
+            torch.set_num_threads(1)  # one for each stage; more would only wait for each other
         if options.balance:
-            balance = [int(part) for part in options.balance.split(",")]
+            balance = options.balance
         else:
             micro_batch = work.train.tensors[0][: max(1, options.batch_size // options.chunks)]
             balance = best_balance(layer_costs(work.model, "time", sample=micro_batch), len(devices))
+        _check_file(options)
         pipe = GPipe(work.model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint,
                      schedule=options.schedule)  # fmt: skip
         optimizer = _optimizer(pipe, options)
@@ -353,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"done: {options.epochs} epochs in {perf_counter() - start:.0f} s")
+    print(f"done: {options.epochs} epochs in {perf_counter() - start:.0f} s; {quality(pipe, work, options.batch_size)}")
     return 0
 
 

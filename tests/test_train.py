@@ -86,7 +86,7 @@ def test_an_interrupted_and_resumed_run_is_bit_equal_to_an_undisturbed_one(tmp_p
         assert main([*SMALL, "--save", broken]) == 130
     assert f"interrupted after 4 of 6 steps; saved to {broken}: go on with --resume" in capsys.readouterr().err
     assert not same(weights(straight), weights(broken))
-    resumed = [*SMALL[:-1], stages, "--stages", str(1 + stages.count(",")), "--save", broken, "--resume"]
+    resumed = [*SMALL[:-1], stages, "--save", broken, "--resume"]
     assert main(resumed) == 0
     assert "resumed after step 4" in capsys.readouterr().out
     assert same(weights(straight), weights(broken))
@@ -118,6 +118,7 @@ def test_an_epoch_prints_one_line_with_its_figures(tmp_path, capsys):
     for word in ("epoch 1/1  loss ", "test loss ", "test accuracy ", "images/s", "bubble "):
         assert word in epoch
     assert last.startswith("done: 1 epochs in ")
+    assert last.endswith(epoch[epoch.index("test accuracy") :].split("  ")[0])
     assert Trace.load(trace).num_stages == 4
 
 
@@ -161,8 +162,10 @@ BAD = {
     "balance": (["--balance", "1,2"], "covers 3 layers"),
     "device": (["--devices", "cuda:99,cpu,cpu,cpu"], "cuda:99"),
     "filters": (["--filters", "17"], "17"),
+    "stages": (["--stages", "3", "--devices", "cpu,cpu"], "disagree: --stages 3, --devices 2"),
+    "no such place": (["--save", "/nowhere/run.pt"], "there is no folder /nowhere"),
     "nothing to resume": (["--resume"], "--resume goes on from the file that --save names"),
-    "no checkpoint": (["--resume", "--save", "/nowhere/run.pt"], "/nowhere/run.pt"),
+    "no checkpoint": (["--resume", "--save", "/nowhere/run.pt"], "there is no folder /nowhere"),
 }
 
 
@@ -205,7 +208,7 @@ def test_what_the_result_depends_on_cannot_change_when_resumed(tmp_path, capsys)
 def test_defaults_follow_from_the_model():
     """A command line without options trains AmoebaNet-D on digits over four stages."""
     options = parse([])
-    assert (options.layers, options.data, options.lr, options.stages) == (3, ("digits", ""), 0.2, 4)
+    assert (options.layers, options.data, options.lr) == (3, ("digits", ""), 0.2)
     options = parse(["--model", "transformer"])
     assert (options.layers, options.data, options.lr) == (4, ("text", ""), 0.003)
 
@@ -217,6 +220,8 @@ def test_every_epoch_uses_every_sample_once_in_its_own_order():
     assert [len(batch) for batch in epochs[0]] == [4, 4, 2]
     assert sorted(label for batch in epochs[0] for label in batch) == list(range(10))
     assert epochs[0] == epochs[2] != epochs[1]
+    seeds = [[y.tolist() for _, y in training.batches(data, 10, seed=seed, epoch=0)] for seed in range(5)]
+    assert all(a != b for i, a in enumerate(seeds) for b in seeds[:i])
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing():
@@ -281,3 +286,21 @@ def test_ctrl_c_in_a_terminal_stops_with_exit_code_130(tmp_path):
     assert "Traceback" not in err
     assert f"saved to {file}: go on with --resume" in err
     assert "amoebanetd: 9 layers" in out
+
+
+def test_a_checkpoint_that_is_there_is_not_overwritten_by_a_new_training(tmp_path, capsys):
+    """It may be days of work."""
+    file = tmp_path / "run.pt"
+    file.write_text("precious")
+    assert main([*SMALL, "--save", str(file)]) == 1
+    assert "is there already: add --resume to go on with it, or name another file" in capsys.readouterr().err
+    assert file.read_text() == "precious"
+
+
+def test_a_finished_training_that_is_resumed_says_how_good_it_is(tmp_path, capsys):
+    """Though no epoch is left."""
+    file = str(tmp_path / "run.pt")
+    assert main([*SMALL, "--save", file]) == 0
+    told = capsys.readouterr().out.splitlines()[-1].split("test ", 1)[1]
+    assert main([*SMALL, "--save", file, "--resume"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split("test ", 1)[1] == told
