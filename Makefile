@@ -8,7 +8,7 @@ ARGS ?=
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
 READY := .venv/installed
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
-	--nbval-cell-timeout 180 --timeout 300
+	--nbval-cell-timeout 600 --timeout 900
 
 .PHONY: help lab test train notebooks images lint type cover check bench clean unit nbval
 .NOTPARALLEL:
