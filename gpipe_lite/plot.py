@@ -1,14 +1,17 @@
 """Pictures of traces: timelines, comparisons and memory curves, each with its text alternative.
 
 Colours are Okabe and Ito's, which the colour-blind can tell apart, and never stand alone: backward boxes are
-hatched, recomputed ones stand out in lightness, and a box that is wide enough says its micro-batch.
+hatched, recomputed ones stand out in lightness, and a box that is wide enough says its micro-batch; curves differ in
+their dashes too.
 
 Every function returns a :class:`Picture`. As the last line of a notebook cell it shows itself and, below, the sentence
-that describes it, for those who cannot see it. Figures are white, so that they read on dark pages too, and are made
-without pyplot: nothing global changes, and none stays open.
+that describes it, for those who cannot see it. That sentence must stand on the page: JupyterLab (4.6) and nbconvert's
+default template (7.17) drop an image's own alternative text. Figures are white, so that they read on dark pages too,
+and are made without pyplot: nothing global changes, and none stays open.
 """
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +20,21 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from gpipe_lite.schedule import Phase
 from gpipe_lite.trace import PHASE_NAMES, Trace
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")
-"""Okabe and Ito's eight, for curves and bars; https://jfly.uni-koeln.de/color/."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
+"""Okabe and Ito's eight, for bars; https://jfly.uni-koeln.de/color/. Curves take the first seven: yellow is pale."""
 
 FILL = {Phase.FORWARD: "#0072B2", Phase.RECOMPUTE: "#F0E442", Phase.BACKWARD: "#D55E00"}
 HATCH = {Phase.FORWARD: "", Phase.RECOMPUTE: "", Phase.BACKWARD: "///"}
 INK = {Phase.FORWARD: "white", Phase.RECOMPUTE: "black", Phase.BACKWARD: "black"}
-LINES = ("-", "--", ":", "-.")
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (2, 1)))
 WIDTH = 9.0  # inches
+FONT = 9.0  # points: the micro-batch numbers
+DIGIT = 0.64  # the width of a digit in matplotlib's font, of its size
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class Picture:
 
         data = {"image/png": self.png(), "text/plain": "<Picture>"}
         display(data, metadata={"image/png": {"alt": self.alt}}, raw=True)  # type: ignore[no-untyped-call]  # IPython
-        display({"text/markdown": f"*{self.alt}*", "text/plain": self.alt}, raw=True)  # type: ignore[no-untyped-call]
+        caption = re.sub(r"([\\`*_$<\[])", r"\\\1", self.alt)  # plain words in Markdown, whatever a trace is called
+        display({"text/markdown": f"*{caption}*", "text/plain": self.alt}, raw=True)  # type: ignore[no-untyped-call]
 
 
 def show(figure: Figure, alt: str) -> Picture:
@@ -84,12 +91,9 @@ def compare(simulated: Trace, measured: Trace) -> Picture:
     rows = simulated.num_devices + measured.num_devices
     figure = Figure(figsize=(WIDTH, 1.9 + 0.45 * rows), layout="constrained")
     upper, lower = figure.subplots(2, 1)
-    draw_timeline(upper, simulated, "simulated")
-    draw_timeline(lower, measured, "measured")
-    if simulated.unit == measured.unit:
-        end = max(upper.get_xlim()[1], lower.get_xlim()[1])
-        upper.set_xlim(0, end)
-        lower.set_xlim(0, end)
+    until = max(simulated.makespan, measured.makespan) if simulated.unit == measured.unit else None
+    draw_timeline(upper, simulated, "simulated", until)
+    draw_timeline(lower, measured, "measured", until)
     draw_legend(figure, simulated, measured)
     return Picture(figure, f"Simulated: {simulated.describe()} Measured: {measured.describe()}")
 
@@ -107,7 +111,7 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
         ValueError: if there is not one number for each stage.
     """
     stages = range(trace.num_stages)
-    in_bytes = bool(boundary_bytes or activation_bytes)
+    in_bytes = len(boundary_bytes) + len(activation_bytes) > 0
     for name, given in (("boundary_bytes", boundary_bytes), ("activation_bytes", activation_bytes)):
         if in_bytes and len(given) != len(stages):
             raise ValueError(f"{name} has {len(given)} numbers, the trace has {len(stages)} stages: give one for each")
@@ -123,13 +127,19 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
         times = [(time - trace.start) * scale for time, _ in steps]
         values = [value for _, value in steps]
         peaks.append(max(values))
-        ax.step(times, values, LINES[stage % 4], where="post", color=COLOURS[stage % 8], label=f"stage {stage}")
+        ax.step(times, values, where="post", label=f"stage {stage}", **curve(stage))
     what = "MiB" if in_bytes else "micro-batches"
-    ax.set(xlabel=f"time, {unit}", ylabel=f"kept, {what}", xlim=(0, trace.makespan * scale), ylim=(0, None))
-    figure.legend(loc="outside upper right", ncols=min(4, len(stages)), frameon=False)
+    ax.set(xlabel=f"time, {unit}", ylabel=f"kept, {what}", xlim=(0, trace.makespan * scale or 1), ylim=(0, None))
+    if stages:
+        figure.legend(loc="outside upper right", ncols=4, frameon=False, handlelength=3.2)
     ax.spines[["top", "right"]].set_visible(False)
-    most = ", ".join(f"stage {stage} {peak:.3g}" for stage, peak in enumerate(peaks))
-    return Picture(figure, f"What each stage keeps over time, in {what}; at most {most}.")
+    most = ", ".join(f"stage {stage} {_plain(peak, 3)}" for stage, peak in enumerate(peaks))
+    return Picture(figure, f"What each stage keeps over time, in {what}; at most {most or 'nothing: no stage ran'}.")
+
+
+def curve(number: int) -> dict[str, Any]:
+    """The look of one of several curves, for ``ax.plot(x, y, **curve(0))``: a colour and dashes, 56 in all."""
+    return {"color": COLOURS[number % 7], "linestyle": LINES[number % 8], "linewidth": 1.6}
 
 
 def _sum(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
@@ -152,23 +162,49 @@ def _unit(trace: Trace) -> tuple[float, str]:
     return (1e3, "ms") if trace.unit == "s" else (1.0, trace.unit)
 
 
-def draw_timeline(ax: Axes, trace: Trace, title: str) -> None:
-    """Draw a timeline into axes of a figure of your own."""
+def _plain(value: float, digits: int) -> str:
+    """A number to so many digits, never with an exponent for being large."""
+    return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
+
+
+def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None = None) -> None:
+    """Draw a timeline into axes of a figure of your own.
+
+    Args:
+        ax: what it is drawn into, at the size that it has now: that decides which boxes take a number.
+        trace: measured or simulated.
+        title: stands before the makespan and the bubble.
+        until: the end of the axis of time, counted from the trace's start in its unit; its makespan unless given.
+    """
     scale, unit = _unit(trace)
-    narrowest_with_text = trace.makespan * 0.011 * max(1, len(str(trace.num_micro_batches - 1)))
-    for device in range(trace.num_devices):
-        for event in trace.on(device):
-            phase, width = event.task.phase, event.end - event.start
-            left = (event.start - trace.start) * scale
-            ax.barh(device, width * scale, 0.86, left, color=FILL[phase], hatch=HATCH[phase], edgecolor="black", lw=0.6)
-            if width >= narrowest_with_text:
-                style: dict[str, Any] = {"color": INK[phase], "ha": "center", "va": "center", "fontsize": 9}
-                if HATCH[phase]:
-                    style["bbox"] = {"facecolor": FILL[phase], "edgecolor": "none", "pad": 0.8}
-                ax.text(left + width * scale / 2, device, str(event.task.micro_batch), **style)
-    span = f"{trace.makespan * scale:.4g} {unit}"
-    ax.set_title(f"{title}: {span}, bubble {trace.bubble_fraction:.0%}", loc="left", fontsize=10)
-    ax.set(xlabel=f"time, {unit}", xlim=(0, trace.makespan * scale or 1), ylim=(trace.num_devices - 0.5, -0.5))
+    until = until or trace.makespan or 1 / scale
+    points = ax.get_window_extent().width * 72 / ax.figure.dpi / until
+    for phase in Phase:
+        events = [event for event in trace.events if event.task.phase is phase]
+        widths = [event.end - event.start for event in events]
+        lefts = [(event.start - trace.start) * scale for event in events]
+        ax.barh(
+            [event.device for event in events],
+            [width * scale for width in widths],
+            0.86,
+            lefts,
+            color=FILL[phase],
+            hatch=HATCH[phase],
+            hatch_linewidth=0.6,
+            edgecolor="black",
+            linewidth=[min(0.6, 0.1 + 0.1 * width * points) for width in widths],  # an outline, not the box's colour
+        )
+        halo = [withStroke(linewidth=2, foreground=FILL[phase])] if HATCH[phase] else []  # keeps the hatching off
+        for event, width, left in zip(events, widths, lefts, strict=True):
+            label = str(event.task.micro_batch)
+            size = min(FONT, (width * points - 1.5) / (DIGIT * len(label)))
+            if size >= 0.7 * FONT:
+                place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True}
+                x = left + width * scale / 2
+                ax.text(x, event.device, label, fontsize=size, color=INK[phase], path_effects=halo, **place)
+    figures = f"{_plain(trace.makespan * scale, 4)} {unit}, bubble {trace.bubble_fraction:.0%}"
+    ax.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=10)
+    ax.set(xlabel=f"time, {unit}", xlim=(0, until * scale), ylim=(trace.num_devices - 0.5, -0.5))
     ax.set_yticks(range(trace.num_devices), [f"device {device}" for device in range(trace.num_devices)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -178,7 +214,7 @@ def draw_legend(figure: Figure, *traces: Trace) -> None:
     """Say above a figure of your own what the boxes of its timelines mean."""
     ran = {event.task.phase for trace in traces for event in trace.events}
     phases = [phase for phase in Phase if phase in ran]
-    look: dict[str, Any] = {"edgecolor": "black", "lw": 0.6}
+    look: dict[str, Any] = {"edgecolor": "black", "lw": 0.6, "hatch_linewidth": 0.6}
     boxes = [Patch(facecolor=FILL[p], hatch=HATCH[p], label=PHASE_NAMES[p], **look) for p in phases]
     idle = Patch(facecolor="white", edgecolor="0.6", lw=0.6, label="idle")
     figure.legend(handles=[*boxes, idle], loc="outside upper right", ncols=4, fontsize=9, frameon=False)

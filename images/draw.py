@@ -7,6 +7,7 @@
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -42,25 +43,47 @@ def measure() -> Trace:
     return trace
 
 
+def hero(trace: Trace) -> plot.Picture:
+    """Draw the measured step, and name the idle times that every pipeline has."""
+    picture = plot.timeline(trace, f"a measured step of a Transformer, {K} stages, {M} micro-batches")
+    (ax,) = picture.figure.axes
+    first, last = trace.on(0), trace.on(trace.num_devices - 1)
+    gap = max(pairwise(first), key=lambda pair: pair[1].start - pair[0].end)
+    idle = {
+        "fill": (trace.start, last[0].start, trace.num_devices - 1),
+        "drain": (last[-1].end, trace.end, trace.num_devices - 1),
+        "bubble": (gap[0].end, gap[1].start, 0),
+    }
+    for word, (start, end, device) in idle.items():
+        middle = ((start + end) / 2 - trace.start) * 1e3
+        ax.text(middle, device, word, ha="center", va="center", style="italic", color="0.3", fontsize=10)
+    return picture
+
+
 def schedules() -> plot.Picture:
-    """Draw three schedules and what stage 0 keeps, side by side."""
+    """Draw three schedules and what stage 0 keeps, side by side, on one axis of time as long as GPipe's."""
     made = {
         "naive, one micro-batch at a time": naive(K, M),
         "GPipe with recomputation": gpipe(K, M, "except_last"),
         "1F1B": one_f_one_b(K, M),
     }
+    until = simulate(made["GPipe with recomputation"], TYPICAL_COSTS).end
     figure = Figure(figsize=(plot.WIDTH, 7.2), layout="constrained")
     axes = figure.subplots(len(made), 2, width_ratios=[3.4, 1], squeeze=False)
     sentences = []
     for (left, right), (name, schedule) in zip(axes, made.items(), strict=True):
         trace = simulate(schedule, TYPICAL_COSTS)
-        plot.draw_timeline(left, trace, name)
+        plot.draw_timeline(left, trace, name, until)
+        if trace.end > until:
+            left.set_title(f"goes on to step {trace.end:g} →", loc="right", fontsize=10, style="italic", color="0.3")
         kept = [(trace.live_boundaries(0), "inputs"), (trace.live_activations(0), "activations")]
-        for (curve, label), line, colour in zip(kept, plot.LINES, plot.COLOURS, strict=False):
+        looks = {"color": "black", "linestyle": "-", "linewidth": 2.4}, plot.curve(1) | {"color": "#56B4E9"}
+        for (curve, label), look in zip(kept, looks, strict=True):
             times, counts = zip(*curve, strict=True)
-            right.step(times, counts, line, where="post", color=colour, label=label)
-        right.set(xlabel="time, steps", ylim=(0, M + 1), xlim=(0, trace.end), yticks=range(0, M + 1, 4))
+            right.step(times, counts, where="post", label=label, **look)
+        right.set(xlabel="time, steps", xlim=(0, until), ylim=(0, M + 1), yticks=range(0, M + 1, 4))
         right.set_title("stage 0 keeps", loc="left", fontsize=10)
+        right.set_ylabel("micro-batches")
         right.spines[["top", "right"]].set_visible(False)
         most = [max(count for _, count in curve) for curve, _ in kept]
         sentences.append(
@@ -80,8 +103,7 @@ def main() -> None:
     kept = HERE / "hero_trace.json"
     if parser.parse_args().measure:
         measure().save(kept)
-    hero = plot.timeline(Trace.load(kept), "a measured step of a Transformer, 4 stages, 8 micro-batches")
-    pictures = {"hero.png": hero, "schedules.png": schedules()}
+    pictures = {"hero.png": hero(Trace.load(kept)), "schedules.png": schedules()}
     for name, picture in pictures.items():
         picture.save(HERE / name)
         print(f"{name}: {picture.alt}")

@@ -6,13 +6,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
+from matplotlib._pylab_helpers import Gcf
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from nbconvert.filters import markdown2html
 
 from gpipe_lite import plot
-from gpipe_lite.schedule import Phase, Task, gpipe
+from gpipe_lite.schedule import Phase, Task, gpipe, naive, one_f_one_b
 from gpipe_lite.simulate import TYPICAL_COSTS, simulate
 from gpipe_lite.trace import Event, Trace
+from images import draw
 
 MEASURED = Trace(
     (
@@ -54,6 +59,61 @@ def test_numbers_are_left_out_of_boxes_too_narrow_for_them():
     texts = plot.timeline(simulate(gpipe(2, 500))).figure.axes[0].texts
     assert not texts
     assert len(plot.timeline(simulate(gpipe(2, 4))).figure.axes[0].texts) == 16
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        lambda: plot.timeline(simulate(one_f_one_b(8, 16, "except_last"), TYPICAL_COSTS)),
+        lambda: plot.timeline(simulate(gpipe(4, 12), lambda task: 0.1 + task.micro_batch)),
+        lambda: plot.compare(simulate(gpipe(4, 8), unit="s"), simulate(gpipe(4, 8), lambda _: 6.0, unit="s")),
+        draw.schedules,
+    ],
+    ids=["narrow", "uneven", "compared", "side by side"],
+)
+def test_a_number_never_leaves_its_box(picture):
+    """On axes of any width, also where a longer trace beside it stretches the axis."""
+    figure = picture().figure
+    FigureCanvasAgg(figure).draw()
+    shown = 0
+    for ax in figure.axes:
+        frames = [patch.get_window_extent() for container in ax.containers for patch in container]
+        for text in ax.texts:
+            number = text.get_window_extent()
+            shown += 1
+            assert any(frame.x0 <= number.x0 and number.x1 <= frame.x1 for frame in frames if frame.overlaps(number))
+    assert shown
+
+
+def test_outlines_are_always_there_and_never_hide_the_colour():
+    """Eight devices and more than a hundred micro-batches."""
+    picture = plot.timeline(simulate(gpipe(8, 104), TYPICAL_COSTS))
+    FigureCanvasAgg(picture.figure).draw()
+    for box in boxes(picture):
+        points = box.get_window_extent().width * 72 / picture.figure.dpi
+        assert 0 < box.get_linewidth() < points / 3
+
+
+def test_large_numbers_have_no_exponent():
+    """Neither in titles nor in sentences."""
+    trace = simulate(gpipe(2, 2), lambda _: 2.5, unit="s")
+    assert plot.timeline(trace).figure.axes[0].get_title(loc="left") == "gpipe: 15000 ms, bubble 33%"
+    alt = plot.memory(trace, [0, 0], [2**40, 2**30]).alt
+    assert alt == "What each stage keeps over time, in MiB; at most stage 0 2097152, stage 1 2048."
+
+
+def test_a_title_is_left_out_where_there_is_none():
+    """No lone colon before the numbers."""
+    assert plot.timeline(Trace(MEASURED.events, 2)).figure.axes[0].get_title(loc="left") == "500 ms, bubble 60%"
+
+
+@pytest.mark.parametrize("trace", [Trace((), 2), simulate(naive(2), lambda _: 0.0)], ids=["no task", "no time"])
+def test_what_takes_no_time_can_be_drawn(trace):
+    """An empty picture with a true sentence, and no warning."""
+    for picture in (plot.timeline(trace), plot.compare(trace, trace), plot.memory(trace), plot.memory(trace, [], [])):
+        assert picture.png()
+        assert picture.alt.endswith(".")
+    assert plot.memory(Trace((), 2)).alt.endswith("at most nothing: no stage ran.")
 
 
 def test_axes_are_labelled_with_their_units_and_every_device_has_a_row():
@@ -100,6 +160,16 @@ def test_memory_without_bytes_counts_micro_batches():
     assert picture.figure.axes[0].get_ylabel() == "kept, micro-batches"
 
 
+def test_curves_differ_in_more_than_colour():
+    """Eight stages have eight kinds of dashes, and none is yellow on white."""
+    picture = plot.memory(simulate(one_f_one_b(8, 8)))
+    lines = picture.figure.axes[0].lines
+    assert len({repr(line._dash_pattern) for line in lines}) == 8
+    assert "#f0e442" not in {to_hex(line.get_color()) for line in lines}
+    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == [f"stage {k}" for k in range(8)]
+    assert len({tuple(plot.curve(number).values()) for number in range(56)}) == 56
+
+
 def test_bytes_that_do_not_fit_the_stages_are_refused():
     """Both numbers are shown."""
     with pytest.raises(ValueError, match="activation_bytes has 1 numbers, the trace has 2 stages"):
@@ -115,6 +185,24 @@ def test_a_picture_shows_itself_with_its_sentence(monkeypatch):
     assert image["image/png"].startswith(b"\x89PNG")
     assert options["metadata"] == {"image/png": {"alt": "a sentence"}}
     assert caption["text/plain"] == "a sentence"
+
+
+def test_the_caption_says_the_sentence_in_markdown_too(monkeypatch):
+    """Whatever characters a name holds."""
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    sentence = "Timeline of my_own_schedule * 2 [sic] <b> `x` for $5 \\* or $6: 97 % idle."
+    plot.show(Figure(), sentence)._ipython_display_()
+    page = BeautifulSoup(markdown2html(shown[1]["text/markdown"]), "html.parser")
+    assert page.em is not None
+    assert page.text.strip() == sentence
+
+
+def test_no_figure_stays_open():
+    """Nothing is left to matplotlib's global state, however many pictures are drawn."""
+    for _ in range(25):
+        plot.timeline(MEASURED)
+    assert not Gcf.figs
 
 
 def test_a_picture_is_opaque_so_that_it_reads_on_dark_pages(tmp_path):
@@ -135,3 +223,18 @@ def test_the_readmes_pictures_carry_the_sentences_of_their_data():
     readme = (images.parent / "README.md").read_text(encoding="utf-8")
     for name, alt in alts.items():
         assert f"![{alt}](images/{name})" in readme
+
+
+def test_drawing_the_readmes_pictures_again_says_the_same():
+    """From the kept trace, with each word about idle time where its device is idle."""
+    images = Path(__file__).parent.parent / "images"
+    trace = Trace.load(images / "hero_trace.json")
+    hero = draw.hero(trace)
+    alts = json.loads((images / "alt.json").read_text(encoding="utf-8"))
+    assert alts == {"hero.png": hero.alt, "schedules.png": draw.schedules().alt}
+    words = [text for text in hero.figure.axes[0].texts if text.get_text().isalpha()]
+    assert [text.get_text() for text in words] == ["fill", "drain", "bubble"]
+    for text in words:
+        middle, device = text.get_position()
+        time = trace.start + middle / 1e3
+        assert all(time < event.start or event.end < time for event in trace.on(device))

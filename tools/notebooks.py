@@ -27,7 +27,7 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-CELL_TIMEOUT = 180  # seconds, as in the Makefile for nbval
+CELL_TIMEOUT = 600  # seconds, as in the Makefile for nbval
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
