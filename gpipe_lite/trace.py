@@ -82,7 +82,8 @@ class Trace:
     @property
     def bubble_fraction(self) -> float:
         """Idle device-time ÷ (devices × makespan), 0 to 1."""
-        return 1 - sum(map(self.utilisation, range(self.num_devices))) / self.num_devices if self.events else 0.0
+        busy = sum(map(self.utilisation, range(self.num_devices)))
+        return 1 - busy / self.num_devices if self.makespan else 0.0
 
     @property
     def schedule(self) -> Schedule:
@@ -196,10 +197,16 @@ class Trace:
         """The trace in one sentence, the text alternative of its picture."""
         span = f"{self.makespan * 1e3:.1f} ms" if self.unit == "s" else f"{self.makespan:g} {self.unit}"
         return (
-            f"Timeline{f' of {self.name}' if self.name else ''}: {self.num_stages} stages on {self.num_devices} "
-            f"devices, {self.num_micro_batches} micro-batches, {len(self.events)} tasks in {span}, "
+            f"Timeline{f' of {self.name}' if self.name else ''}: {_count(self.num_stages, 'stage', 'stages')} on "
+            f"{_count(self.num_devices, 'device', 'devices')}, "
+            f"{_count(self.num_micro_batches, 'micro-batch', 'micro-batches')}, "
+            f"{_count(len(self.events), 'task', 'tasks')} in {span}, "
             f"{self.bubble_fraction:.0%} of the device-time idle."
         )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def as_text(trace: Trace, slot: float | None = None) -> str:

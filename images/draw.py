@@ -87,8 +87,8 @@ def schedules() -> plot.Picture:
         right.spines[["top", "right"]].set_visible(False)
         most = [max(count for _, count in curve) for curve, _ in kept]
         sentences.append(
-            f"{name}: {trace.makespan:g} steps, {trace.bubble_fraction:.0%} idle, at most {most[0]} inputs and "
-            f"{most[1]} micro-batches' activations kept on stage 0"
+            f"{name}: {trace.makespan:g} steps, {trace.bubble_fraction:.0%} idle, and of the micro-batches stage 0 "
+            f"keeps the inputs of at most {most[0]} and all activations of at most {most[1]}"
         )
     axes[0][1].legend(fontsize=8, frameon=False, loc="upper right")
     plot.draw_legend(figure, simulate(made["GPipe with recomputation"]))

@@ -44,7 +44,8 @@ HOUSE = {
     "models": "skip batchnorm",
     "data": "",
     "verify": f"{TIME} microbatch partition gpipe distributed",
-    "train": f"{TIME} balance profiling gpipe distributed saving data models",
+    "options": "",
+    "train": f"{TIME} balance profiling gpipe distributed saving data models options",
 }
 ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 

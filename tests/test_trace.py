@@ -116,4 +116,12 @@ def test_the_sentence_of_a_trace_states_its_figures():
         "Timeline of gpipe: 2 stages on 2 devices, 2 micro-batches, 8 tasks in 6 steps, 33% of the device-time idle."
     )
     measured = Trace((Event(Task(F, 0, 0), 0, 0.0, 0.0123),), 1)
-    assert "1 tasks in 12.3 ms, 0% of" in measured.describe()
+    assert measured.describe() == (
+        "Timeline: 1 stage on 1 device, 1 micro-batch, 1 task in 12.3 ms, 0% of the device-time idle."
+    )
+
+
+@pytest.mark.parametrize("events", [(), (Event(Task(F, 0, 0), 0, 2.0, 2.0),)])
+def test_a_trace_that_takes_no_time_has_no_bubble(events):
+    """Neither an empty one nor one whose tasks the clock could not tell apart."""
+    assert Trace(events, 1).bubble_fraction == 0

@@ -12,9 +12,10 @@ import torch
 
 from gpipe_lite import train as training
 from gpipe_lite.gpipe import GPipe
+from gpipe_lite.options import parse
 from gpipe_lite.saving import load
 from gpipe_lite.trace import Trace
-from gpipe_lite.train import main, parse
+from gpipe_lite.train import main
 
 SMALL = [
     "--size",

@@ -141,7 +141,7 @@ def _output_faults(output: NotebookNode, tags: Iterable[str], path: Path) -> Ite
         yield f"{output.ename}: mend it, or tag the cell raises-exception if it is meant"
     for mime in data:
         if mime.startswith("image/") and not output.metadata.get(mime, {}).get("alt", "").strip():
-            yield f'{mime} output without a text alternative: display(figure, metadata={{"{mime}": {{"alt": "…"}}}})'
+            yield f"{mime} output without a text alternative: plot.show(figure, 'what it shows')"
     yield from _page_faults(BeautifulSoup(data.get("text/html", ""), "html.parser"), path)
     yield from _page_faults(_render(data.get("text/markdown", "")), path)
     texts = [output.get("text", ""), *output.get("traceback", []), *data.values()]
