@@ -2,8 +2,11 @@
 
 The pipeline's output hangs on two small autograd nodes::
 
-    [1] x ── Drain ── token ── Outputs ── output ── loss
-    [2]      Drain ◄─ token ◄─ Outputs ◄─ gradient ◄─ loss.backward()
+    [1] x, parameters ── Drain ── token ── Outputs ── output ── loss
+    [2] x, parameters ◄─ Drain ◄─ token ◄─ Outputs ◄─ gradient ◄─ loss.backward()
+
+For autograd the parameters' gradients come from ``Drain``, once, summed over the micro-batches. So hooks on
+parameters, ``torch.autograd.grad`` and whatever else hangs on autograd's graph work as with the unsplit model.
 
 ``Outputs`` keeps the gradient where it is and hands a CPU token on. ``Drain``, whose gradient is that token, thus
 runs in the thread that called ``backward()``, and may wait there for the stages. In a CUDA device's own autograd
@@ -15,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.schedule import Phase, Schedule, Task
@@ -32,36 +34,47 @@ class BackwardHalf:
     """
 
     def __init__(self, run: Run, part: Schedule, sizes: Sequence[int]) -> None:
+        self.parameters = run.parameters
         self._run: Run | None = run
         self._part = part
         self._sizes = list(sizes)
 
-    def execute(self, gradients: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Tensor | None]:
+    def execute(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Any], *, retain_graph: bool
+    ) -> list[Tensor | None]:
         """Run it.
 
         Args:
             gradients: of the output's leaves in order, first axis N; None for those that have none.
             inputs: the batch's leaves.
+            retain_graph: whether it may run again.
 
         Returns:
-            The gradients of the inputs that require grad, in order.
+            The gradients of the inputs that require grad, in order, then of the parameters.
 
         Raises:
-            RuntimeError: if it ran before.
+            RuntimeError: if it ran before, and was not to be retained.
         """
         if self._run is None:
             raise RuntimeError(
                 "backward ran through this output of the pipeline already, and the stages have freed their "
-                "activations: call the pipe again before the next backward()"
+                "activations: pass retain_graph=True to the first backward(), or call the pipe again before the next"
             )
-        run, self._run = self._run, None
+        run = self._run
+        if not retain_graph:
+            self._run = None
         pieces = [None if gradient is None else gradient.split(self._sizes) for gradient in gradients]
         last = run.schedule.num_stages - 1
         given = {
             Task(Phase.BACKWARD, last, m): [None if piece is None else piece[m] for piece in pieces]
             for m in range(len(self._sizes))
         }
-        return input_gradients(run.execute(self._part, given), inputs, self._sizes)
+        try:
+            results = run.execute(self._part, given, retain_graph=retain_graph)
+        except BaseException:
+            self._run = None  # the stages have dropped everything
+            raise
+        return input_gradients(results, inputs, self._sizes) + run.take_gradients()
 
 
 def connect(batch: Any, output: Any, needs_grad: Sequence[bool], half: BackwardHalf) -> Any:
@@ -80,7 +93,7 @@ def connect(batch: Any, output: Any, needs_grad: Sequence[bool], half: BackwardH
     leaves, spec = flatten(output)
     anchor = torch.empty((), requires_grad=True)  # so that autograd comes by even if no input requires grad
     gradients: list[Tensor | None] = [None] * len(leaves)
-    token = _Drain.apply(half, gradients, inputs, anchor, *that_require_grad(inputs))  # type: ignore[no-untyped-call]  # torch has no types for it
+    token = _Drain.apply(half, gradients, inputs, anchor, *that_require_grad(inputs), *half.parameters)  # type: ignore[no-untyped-call]  # torch has no types for it
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constant = [i for i in tensors if not needs_grad[i]]
     connected = _Outputs.apply(leaves, tensors, constant, gradients, token)  # type: ignore[no-untyped-call]  # likewise
@@ -99,17 +112,22 @@ class _Drain(torch.autograd.Function):
         gradients: list[Tensor | None],
         inputs: list[Any],
         _anchor: Tensor,
-        *_that_require_grad: Tensor,
+        *_inputs_and_parameters: Tensor,
     ) -> Tensor:
         ctx.half, ctx.gradients, ctx.inputs = half, gradients, inputs
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward ran with create_graph=True, and gradients of gradients cannot pass through a pipeline, whose "
+                "stages cut the graph: take them of the unsplit model, or of the layers that need them"
+            )
         gradients = ctx.gradients[:]
         ctx.gradients[:] = [None] * len(gradients)
-        return None, None, None, None, *ctx.half.execute(gradients, ctx.inputs)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, None, *ctx.half.execute(gradients, ctx.inputs, retain_graph=keep)
 
 
 class _Outputs(torch.autograd.Function):
@@ -130,11 +148,36 @@ class _Outputs(torch.autograd.Function):
         return tuple(leaves[i] for i in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None, Tensor]:
         for i, gradient in zip(ctx.tensors, gradients, strict=True):
             ctx.gradients[i] = gradient
         return None, None, None, None, torch.zeros((), device="cpu")
+
+
+class _Deliver(torch.autograd.Function):
+    """Gives tensors gradients that were computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *_tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()  # so that they are nobody else's, and become a parameter's .grad uncopied
+        return None, *gradients
+
+
+def deliver(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+    """Do what ``backward()`` does once gradients are known: run hooks, add to ``.grad``, go on along the graph.
+
+    Args:
+        tensors: that require grad.
+        gradients: one each, None for those that have none; empty afterwards.
+    """
+    if tensors:
+        _Deliver.apply(gradients, *tensors).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def that_require_grad(leaves: Sequence[Any]) -> list[Tensor]:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
-from gpipe_lite.connect import BackwardHalf, connect, input_gradients, that_require_grad
+from gpipe_lite.connect import BackwardHalf, connect, deliver, input_gradients, that_require_grad
 from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
 from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
 from gpipe_lite.runtime import Timeline
 from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, Task
-from gpipe_lite.stage import Head, Stage
+from gpipe_lite.skip import routes
+from gpipe_lite.stage import Head, Settings, Stage
 from gpipe_lite.threads import Run, Workers
 from gpipe_lite.trace import Trace
 
@@ -87,6 +88,7 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: Checkpoint = "except_last",
         schedule: ScheduleLike = "gpipe",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(chunks, bool) or not isinstance(chunks, int):
@@ -105,6 +107,7 @@ class GPipe(nn.Module):
             raise TypeError(f"devices names one device a partition: write [{devices!r}] * K, not {devices!r}")
         self.chunks = chunks
         self.checkpoint: Checkpoint = checkpoint
+        self.deferred_batch_norm = deferred_batch_norm
         self._schedule = schedule
 
         wanted = None if devices is None else [_actual(device) for device in devices]
@@ -114,6 +117,8 @@ class GPipe(nn.Module):
             balance = best_balance(parameter_counts(module), min(available, len(module)))
         self.balance = list(balance)
         self.partitions = partition(module, self.balance)
+        self._routes = routes(self.partitions)
+        self._sound: set[int] = set()
         self.devices = _place(self.partitions, wanted)
         for name, layer in module.named_children():
             if hasattr(self, name):
@@ -225,11 +230,10 @@ class GPipe(nn.Module):
             for m, share in enumerate(weights):
                 given[Task(Phase.BACKWARD, last, m)] = [torch.tensor(share, dtype=torch.float64, device=device)]
         results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
-        inputs = microbatch.flatten(x)[0]
-        if torch.is_grad_enabled() and (wanted := that_require_grad(inputs)):
-            pairs = zip(wanted, input_gradients(results, inputs, sizes), strict=True)
-            reached = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-            torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
+        if torch.is_grad_enabled():
+            inputs = microbatch.flatten(x)[0]
+            gradients = input_gradients(results, inputs, sizes) + run.take_gradients()
+            deliver([*that_require_grad(inputs), *run.parameters], gradients)
         with torch.no_grad():
             losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
             # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
@@ -253,13 +257,13 @@ class GPipe(nn.Module):
         return self._plans[key]
 
     def _new_run(self, plan: "_Plan", head: Head | None = None) -> Run:
-        seed = StepSeed()
+        settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self._sound)
         stages, first_layer = [], 0
         for k, (layers, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
             is_last = k + 1 == len(self.partitions)
-            stages.append(Stage(k, layers, first_layer, device, plan.whole, seed, head if is_last else None))
+            stages.append(Stage(k, layers, first_layer, device, settings, head if is_last else None))
             first_layer += len(layers)
-        run = Run(plan.whole, stages, self.devices, self._get_workers())
+        run = Run(plan.whole, self._routes, stages, self.devices, self._get_workers())
         self._timeline = run.timeline
         return run
 

@@ -153,8 +153,8 @@ _RANDOM_MODULES = (
 )
 
 
-def never_draws(layers: nn.Module) -> bool:
-    """Whether a module surely draws nothing, so that it can run without a stream and its small cost.
+def never_draws(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules surely draw nothing, so that they can run without a stream and its small cost.
 
     Sure of are torch's own layers but the random ones. Of other people's modules and of hooks nobody knows.
     """
@@ -162,5 +162,5 @@ def never_draws(layers: nn.Module) -> bool:
         type(module).__module__.startswith("torch.nn.modules.")
         and not isinstance(module, _RANDOM_MODULES)
         and not (module._forward_hooks or module._forward_pre_hooks)
-        for module in layers.modules()
+        for module in modules
     )

@@ -13,22 +13,22 @@ from typing import Any, Protocol
 import torch
 
 from gpipe_lite.schedule import Task
-from gpipe_lite.stage import Stage
+from gpipe_lite.stage import Stage, Values
 from gpipe_lite.trace import Event, Trace
 
 
 class Channel(Protocol):
     """How values reach a device and leave it."""
 
-    def recv(self, task: Task) -> Any:
-        """Wait for what ``task`` needs from other tasks, and return it; None if it needs nothing.
+    def recv(self, task: Task) -> Values:
+        """Wait for what ``task`` needs, and return it by the stages that it comes from, the neighbour first.
 
         Raises:
             Cancelled: if another device failed.
         """
 
-    def send(self, task: Task, value: Any) -> None:
-        """Hand what ``task`` made to the task that needs it."""
+    def send(self, task: Task, values: Values) -> None:
+        """Hand what ``task`` made to the stages that need it."""
 
     def close(self, error: BaseException) -> None:
         """Wake everyone who waits, or will wait: this device has failed."""
@@ -52,17 +52,17 @@ def run_tasks(device: int, tasks: Iterable[Task], stages: Mapping[int, Stage], c
         BaseException: whatever a task raised, with notes on where; all others are woken first.
     """
     for task in tasks:
-        value = None
+        received = None
         stage = stages[task.stage]
         try:
-            value = channel.recv(task)
+            received = channel.recv(task)
             start = log.now()
-            value = stage.run(task, value)
+            made = stage.run(task, received)
             log.add(task, device, start, log.now())
-            channel.send(task, value)
+            channel.send(task, made)
         except BaseException as error:
             if not isinstance(error, Cancelled):
-                stage.explain(error, task, value)
+                stage.explain(error, task, received)
             channel.close(error)
             raise
 

@@ -1,42 +1,111 @@
 """One stage at work on one step: forward, recompute and backward of a micro-batch, and what it must remember.
 
 A stage cuts autograd's graph at its input. It keeps the *boundary activation* that it received, as a leaf of its
-own small graph, and when the gradient of its output comes back it runs ``torch.autograd.backward`` on that graph
+own small graph, and when the gradient of its output comes back it asks autograd for the gradients of that graph
 alone::
 
       value in ──► leaf ──► layers ──► output ──► detached value out
                     │                     │
-    gradient out ◄──┘◄──── backward ◄─────┘◄──── gradient in          (parameters' .grad fills on the way)
+    gradient out ◄──┘◄──── backward ◄─────┘◄──── gradient in
+                              │
+                              └─► the parameters' gradients, summed over the micro-batches
 
-With recomputation only the leaf is kept; R runs the layers again, with the same random numbers.
+With recomputation only the leaf is kept; R runs the layers again, with the same random numbers on the same buffers.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_lite.batchnorm import layers_with_statistics, statistics_left_alone
-from gpipe_lite.microbatch import flatten, unflatten
+from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, statistics_left_alone
+from gpipe_lite.buffers import Buffers, Snapshot
+from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
+from gpipe_lite.skip import Kept, Pop, Routes, Stash, carried, left_over
 from gpipe_lite.trace import PHASE_NAMES
 
 Head = Callable[[int, Any], Any]
 """What the last stage does with a micro-batch's output: computes its loss, given the micro-batch's index."""
+
+Values = Mapping[int, Any]
+"""What comes from stages or goes to stages, by stage: a neighbour's, and dicts of skips by name from and to others."""
+
+_this_thread = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the layer that asks, or the hook on a layer, runs again for a recomputation.
+
+    A recomputed micro-batch runs through the layers twice, and so through the forward hooks on them, since a hook
+    may be part of what a layer computes. One that only watches asks here, and returns.
+    """
+    return getattr(_this_thread, "recomputing", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the stages of a pipeline have in common in one step.
+
+    Attributes:
+        schedule: says which micro-batches are recomputed.
+        seed: of the step.
+        routes: where skips come from and go to.
+        defers_batch_norm: whether running statistics follow the mini-batch.
+        sound: the stages whose graphs are known to end at their own parameters; grows.
+    """
+
+    schedule: Schedule
+    seed: StepSeed
+    routes: Routes
+    defers_batch_norm: bool
+    sound: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Flat:
+    """Values taken apart into leaves."""
+
+    leaves: list[Any]
+    groups: list[tuple[int, Spec, int]]  # the stage, how its value nests, and how many leaves that has
+
+    @classmethod
+    def of(cls, values: Values) -> "Flat":
+        """Take values apart."""
+        flat = cls([], [])
+        for stage, value in values.items():
+            leaves, spec = flatten(value)
+            flat.leaves += leaves
+            flat.groups.append((stage, spec, len(leaves)))
+        return flat
+
+    def cut(self, leaves: Sequence[Any]) -> dict[int, Sequence[Any]]:
+        """Cut a list of as many leaves into one for each stage."""
+        parts, start = {}, 0
+        for stage, _, length in self.groups:
+            parts[stage] = leaves[start : start + length]
+            start += length
+        return parts
+
+    def values(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Put other leaves together in the same way."""
+        parts = self.cut(leaves)
+        return {stage: unflatten(parts[stage], spec) for stage, spec, _ in self.groups}
 
 
 @dataclass(slots=True)
 class Saved:
     """What a stage remembers of a micro-batch between F and B."""
 
-    inputs: list[Any]  # leaves of this stage's graph, and what is not a tensor
-    spec: Any  # how the inputs nest
+    inputs: Flat  # its tensors are leaves of this stage's graph
     version: int  # of the inputs, to notice that a layer wrote into them
-    outputs: list[Any] | None  # with their graph; None until recomputed
+    buffers: Snapshot  # as R must find them
+    outputs: Flat | None  # with their graph; None until recomputed
 
 
 class Stage:
@@ -47,8 +116,7 @@ class Stage:
         layers: the partition.
         first_layer: the index in the whole model of the partition's first layer.
         device: where the partition lives.
-        schedule: says which micro-batches are recomputed.
-        seed: of the step.
+        settings: of the step.
         head: applied after the layers, on the last stage of a step with its loss.
     """
 
@@ -58,77 +126,103 @@ class Stage:
         layers: nn.Sequential,
         first_layer: int,
         device: torch.device,
-        schedule: Schedule,
-        seed: StepSeed,
+        settings: Settings,
         head: Head | None = None,
     ) -> None:
         self.index = index
         self.device = device
+        self.parameters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
+        self.retain_graph = False  # whether another backward may follow
         self._layers = list(layers.named_children())
         self._first_layer = first_layer
-        self._schedule = schedule
+        self._settings = settings
         self._head = head
-        quiet = head is None and never_draws(layers)
-        self._stream = None if quiet else Stream(seed, device)
-        self._with_statistics = layers_with_statistics(layers)
+        modules = list(layers.modules())
+        quiet = head is None and never_draws(modules)
+        self._stream = None if quiet else Stream(settings.seed, device)
+        self._skips = any(isinstance(module, Stash | Pop) for module in modules)
+        self._with_statistics = layers_with_statistics(modules)
+        self._deferred = DeferredStatistics(modules) if settings.defers_batch_norm else None
+        self._buffers = Buffers(modules)
         self._copies_input = _writes_into_input(layers)
+        self._num_forwards = 0
         self._saved: dict[int, Saved] = {}
+        self._gradients: dict[nn.Parameter, tuple[Tensor, bool]] = {}  # sums, and whether they are nobody else's
         self.at = ""  # the layer at work, for errors
 
-    def run(self, task: Task, value: Any) -> Any:
+    def run(self, task: Task, received: Values) -> Values:
         """Do one task.
 
         Args:
             task: one of this stage's.
-            value: F: the micro-batch, any nesting of tensors on this stage's device. R: nothing. B: the
-                gradients of the output's tensors in order, None for those that have none.
+            received: F: from the stage before the micro-batch, any nesting of tensors on this stage's device. R:
+                nothing. B: from whoever was sent a value the list of its leaves' gradients, in order, None for
+                those that have none.
 
         Returns:
-            F: the output, detached; its tensors require grad where the stage's own output does. R: nothing.
-            B: the gradients of the input's leaves in order, None for those that need none.
+            F: for the stage after the output, detached; its tensors require grad where the stage's own output does.
+            R: nothing. B: for whoever sent a value the list of its leaves' gradients, likewise.
         """
         match task.phase:
             case Phase.FORWARD:
-                return self._forward(task.micro_batch, value)
+                return self._forward(task.micro_batch, received)
             case Phase.RECOMPUTE:
-                return self._recompute(task.micro_batch)
+                self._recompute(task.micro_batch)
+                return {}
             case Phase.BACKWARD:
-                return self._backward(task.micro_batch, value)
+                return self._backward(task.micro_batch, received)
+
+    def take_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Hand over the sums of the parameters' gradients."""
+        gradients, self._gradients = self._gradients, {}
+        return {parameter: total for parameter, (total, _) in gradients.items()}
 
     def forget(self) -> None:
         """Drop all that is remembered."""
         self._saved.clear()
+        self._gradients.clear()
 
-    def _forward(self, micro_batch: int, value: Any) -> Any:
-        leaves, spec = flatten(value)
-        leaves = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        keep = torch.is_grad_enabled()
-        version = _version(leaves) if keep else 0
-        outputs, out_spec = flatten(self._run_layers(micro_batch, leaves, spec))
+    def _forward(self, micro_batch: int, received: Values) -> Values:
+        schedule, keep = self._settings.schedule, torch.is_grad_enabled()
+        recomputed = keep and schedule.recomputes(self.index, micro_batch)
+        inputs = Flat.of(received)
+        inputs.leaves = [_cut(leaf) for leaf in inputs.leaves]
+        version = _version(inputs.leaves) if keep else 0
+        buffers = self._buffers.snapshot() if recomputed else {}
+        with self._deferred.gathering() if self._deferred else nullcontext():
+            outputs = self._run_layers(micro_batch, inputs)
+        self._num_forwards += 1
+        if self._deferred and self._num_forwards == schedule.num_micro_batches:
+            self._deferred.update()
         if keep:
-            recomputed = self._schedule.recomputes(self.index, micro_batch)
-            self._saved[micro_batch] = Saved(leaves, spec, version, None if recomputed else outputs)
-        return unflatten([_cut(leaf) for leaf in outputs], out_spec)
+            self._saved[micro_batch] = Saved(inputs, version, buffers, None if recomputed else outputs)
+        return outputs.values([_cut(leaf) for leaf in outputs.leaves])
 
     def _recompute(self, micro_batch: int) -> None:
         saved = self._saved[micro_batch]
-        if _version(saved.inputs) != saved.version:
+        if _version(saved.inputs.leaves) != saved.version:
             raise RuntimeError(
                 f"the input of stage {self.index} was modified in place after micro-batch {micro_batch}'s forward "
                 "pass, so it cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave "
                 'the batch as it is until backward() returns, or use checkpoint="never"'
             )
-        with statistics_left_alone(self._with_statistics):
-            saved.outputs, _ = flatten(self._run_layers(micro_batch, saved.inputs, saved.spec))
+        _this_thread.recomputing = True
+        try:
+            with statistics_left_alone(self._with_statistics), self._buffers.as_of(saved.buffers):
+                saved.outputs = self._run_layers(micro_batch, saved.inputs)
+        finally:
+            _this_thread.recomputing = False
 
-    def _backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        saved = self._saved.pop(micro_batch)
-        assert saved.outputs is not None, "R or F ran before B"
+    def _backward(self, micro_batch: int, received: Values) -> Values:
+        saved = self._saved[micro_batch] if self.retain_graph else self._saved.pop(micro_batch)
+        inputs, outputs = saved.inputs, saved.outputs
+        assert outputs is not None, "R or F ran before B"
+        if self._settings.schedule.recomputes(self.index, micro_batch):
+            saved.outputs = None
+        gradients = [gradient for stage, _, _ in outputs.groups for gradient in received[stage]]
         pairs = [
             (output, gradient)
-            for output, gradient in zip(saved.outputs, gradients, strict=True)
+            for output, gradient in zip(outputs.leaves, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
         if self._head is not None and not pairs:
@@ -136,37 +230,96 @@ class Stage:
                 "the loss does not depend on anything that requires grad: unfreeze a parameter, or call step() under "
                 "torch.no_grad() to evaluate"
             )
+        wanted = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in saved.inputs]
+            roots, seeds = zip(*pairs, strict=True)
+            self._check_graph(roots, wanted)
+            found = list(
+                torch.autograd.grad(roots, [*wanted, *self.parameters], seeds, self.retain_graph, allow_unused=True)
+            )
+            for parameter, gradient in zip(self.parameters, found[len(wanted) :], strict=True):
+                if gradient is not None:
+                    self._add(parameter, gradient)
+        of_leaves = iter(found)
+        return inputs.cut(
+            [next(of_leaves) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in inputs.leaves]
+        )
 
-    def _run_layers(self, micro_batch: int, leaves: list[Any], spec: Any) -> Any:
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to the parameter's gradient. What autograd returned may be two parameters', so it is not written to."""
+        if parameter not in self._gradients:
+            self._gradients[parameter] = gradient, False
+            return
+        total, own = self._gradients[parameter]
+        if own and not total.is_sparse:
+            total.add_(gradient)
+        else:
+            self._gradients[parameter] = add_gradients(total, gradient), True
+
+    def _check_graph(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+        """Refuse tensors from outside the model: their gradients would be lost. One look a stage is enough."""
+        if self.index in self._settings.sound:
+            return
+        known = {id(tensor) for tensor in (*wanted, *self.parameters)}
+        for tensor in _ends(roots):
+            if id(tensor) not in known:
+                raise RuntimeError(
+                    f"a layer of stage {self.index} uses a tensor of shape {tuple(tensor.shape)} that requires grad "
+                    "and is not a parameter of the model, so its gradient would be lost: make it an nn.Parameter of "
+                    "the layer, pass it along in the batch, or detach it"
+                )
+        self._settings.sound.add(self.index)
+
+    def _run_layers(self, micro_batch: int, inputs: Flat) -> Flat:
+        leaves = inputs.leaves
         if self._copies_input and torch.is_grad_enabled():
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        value = unflatten(leaves, spec)
+        values = inputs.values(leaves)
+        value = values.pop(self.index - 1)
         stream = self._stream
-        with stream or nullcontext():
+        nothing: Kept = {}
+        with carried(values.values()) if self._skips else nullcontext(nothing) as kept, stream or nullcontext():
             for layer, (name, module) in enumerate(self._layers, self._first_layer):
                 self.at = f"layer {name!r} ({type(module).__name__})"
                 if stream is not None:
                     stream.at(layer, micro_batch)
                 value = module(value)
+            self.at = ""
+            leaving = left_over(kept, self._settings.routes.leaving(self.index))
             if self._head is not None:
                 self.at = "the loss function"
                 if stream is not None:
                     stream.at(-1, micro_batch)
                 value = self._head(micro_batch, value)
         self.at = ""
-        return value
+        return Flat.of({self.index + 1: value, **leaving})
 
-    def explain(self, error: BaseException, task: Task, value: Any) -> None:
-        """Note on an exception where it happened: stage, layer, micro-batch, phase and input shapes."""
+    def explain(self, error: BaseException, task: Task, received: Values | None) -> None:
+        """Note on an exception where it happened, and what may help."""
         where = f", in {self.at}" if self.at else ""
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+        leaves = flatten(list((received or {}).values()))[0]
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor))
         error.add_note(
             f"while running {task}: {PHASE_NAMES[task.phase]} of micro-batch {task.micro_batch} on stage {task.stage} "
             f"({self.device}){where}; shapes given to it: {shapes or 'none'}"
         )
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            error.add_note(
+                f"stage {task.stage} holds {len(self._layers)} layers and its part of "
+                f"{self._settings.schedule.num_micro_batches} micro-batches: what helps is more chunks, "
+                'checkpoint="always", fewer layers on this stage (balance), or schedule="1f1b" in step()'
+            )
+        if "leaf Variable that requires grad" in str(error):
+            error.add_note(
+                "a stage's input is a leaf of its graph, and a layer writes into it: let it write elsewhere "
+                "(inplace=False), or choose a balance that does not put it first on its stage"
+            )
+
+
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
+    """The sum, as a new tensor; embeddings may have sparse gradients."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def _cut(leaf: Any) -> Any:
@@ -177,6 +330,22 @@ def _cut(leaf: Any) -> Any:
 def _version(leaves: Sequence[Any]) -> int:
     """Changes whenever one of the tensors is written to."""
     return sum(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
+
+
+def _ends(roots: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors at which a graph ends: all that require grad and were not computed."""
+    ends = [root for root in roots if root.grad_fn is None]
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (tensor := getattr(node, "variable", None)) is not None:
+            ends.append(tensor)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return ends
 
 
 def _writes_into_input(layers: nn.Module) -> bool:

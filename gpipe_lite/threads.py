@@ -15,13 +15,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_lite import transfer
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
-from gpipe_lite.schedule import Phase, Schedule, Task
-from gpipe_lite.stage import Stage
+from gpipe_lite.schedule import Schedule, Task
+from gpipe_lite.skip import Routes
+from gpipe_lite.stage import Stage, Values, add_gradients
 
 Job = Callable[[], None]
 
@@ -34,6 +35,7 @@ class Ambient:
     inference: bool
     autocasts: Mapping[str, torch.dtype | None]  # None: no autocast
     autocast_cache: bool
+    default_device: torch.device
     streams: Mapping[torch.device, torch.cuda.Stream]
 
     @classmethod
@@ -45,6 +47,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds},
             torch.is_autocast_cache_enabled(),
+            torch.get_default_device(),
             {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"},
         )
 
@@ -57,6 +60,8 @@ class Ambient:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            if torch.get_default_device() != self.default_device:
+                stack.enter_context(self.default_device)
             for kind, dtype in self.autocasts.items():
                 if dtype is not None or torch.is_autocast_enabled(kind):
                     on, cache = dtype is not None, self.autocast_cache
@@ -64,8 +69,8 @@ class Ambient:
             yield
 
 
-Letter = tuple[Task | None, Any, transfer.Ready]
-"""The task that needs a value, the value, and when it may be read. No task: someone failed."""
+Letter = tuple[Task | None, int, Any, transfer.Ready]
+"""The task that needs a value, the stage that it comes from, the value, and when it may be read. No task: a failure."""
 
 
 class Mailboxes:
@@ -73,24 +78,26 @@ class Mailboxes:
 
     Args:
         schedule: says on which device each stage is.
+        routes: say where a stage's values come from.
         devices: where the values are needed.
     """
 
-    def __init__(self, schedule: Schedule, devices: Sequence[torch.device]) -> None:
+    def __init__(self, schedule: Schedule, routes: Routes, devices: Sequence[torch.device]) -> None:
         self._device_of = schedule.device_of
-        self.last_stage = schedule.num_stages - 1
         self._devices = devices
         self._queues: list[SimpleQueue[Letter]] = [SimpleQueue() for _ in devices]
+        self.routes = routes
+        self.last_stage = schedule.num_stages - 1
         self.results: dict[Task, Any] = {}
 
-    def put(self, consumer: Task, value: Any, ready: transfer.Ready) -> None:
+    def put(self, consumer: Task, source: int, value: Any, ready: transfer.Ready) -> None:
         """Leave a value for the task that needs it."""
-        self._queues[self._device_of[consumer.stage]].put((consumer, value, ready))
+        self._queues[self._device_of[consumer.stage]].put((consumer, source, value, ready))
 
     def close(self) -> None:
         """Wake whoever waits, or will wait."""
         for queue in self._queues:
-            queue.put((None, None, {}))
+            queue.put((None, 0, None, {}))
 
     def of(self, device: int) -> "ThreadChannel":
         """The channel of one device."""
@@ -104,29 +111,27 @@ class ThreadChannel:
         self._mail = mail
         self._device = device
         self._queue = queue
-        self._arrived: dict[Task, tuple[Any, transfer.Ready]] = {}
+        self._arrived: dict[Task, dict[int, tuple[Any, transfer.Ready]]] = {}
 
-    def recv(self, task: Task) -> Any:
+    def recv(self, task: Task) -> Values:
         """Wait for what ``task`` needs; values for later tasks are put aside."""
-        if task.phase is Phase.RECOMPUTE:
-            return None
-        while task not in self._arrived:
-            consumer, value, ready = self._queue.get()
+        sources = self._mail.routes.sources(task)
+        while len(self._arrived.get(task, ())) < len(sources):
+            consumer, source, value, ready = self._queue.get()
             if consumer is None:
                 raise Cancelled
-            self._arrived[consumer] = value, ready
-        return _bring(*self._arrived.pop(task), self._device)
+            self._arrived.setdefault(consumer, {})[source] = value, ready
+        arrived = self._arrived.pop(task, {})
+        return {source: _bring(*arrived[source], self._device) for source in sources}
 
-    def send(self, task: Task, value: Any) -> None:
-        """Hand a value to the stage after, a gradient to the stage before, or either to the caller."""
-        if task.phase is Phase.RECOMPUTE:
-            return
-        neighbour = task.stage + (1 if task.phase is Phase.FORWARD else -1)
-        if 0 <= neighbour <= self._mail.last_stage:
-            consumer = Task(task.phase, neighbour, task.micro_batch)
-            self._mail.put(consumer, value, transfer.mark([self._device]))
-        else:
-            self._mail.results[task] = value
+    def send(self, task: Task, values: Values) -> None:
+        """Hand values to other stages, or to the caller at either end."""
+        for stage, value in values.items():
+            if 0 <= stage <= self._mail.last_stage:
+                consumer = Task(task.phase, stage, task.micro_batch)
+                self._mail.put(consumer, task.stage, value, transfer.mark([self._device]))
+            else:
+                self._mail.results[task] = value
 
     def close(self, error: BaseException) -> None:
         """Wake everyone: this device has failed."""
@@ -247,6 +252,7 @@ class Run:
 
     Args:
         schedule: of the whole way.
+        routes: say where values come from.
         stages: by index.
         devices: by the schedule's rows.
         workers: one a device; None to work in the calling thread, on the only device.
@@ -255,23 +261,27 @@ class Run:
     def __init__(
         self,
         schedule: Schedule,
+        routes: Routes,
         stages: Sequence[Stage],
         devices: Sequence[torch.device],
         workers: Workers | None,
     ) -> None:
         self.schedule = schedule
+        self.parameters = list(dict.fromkeys(parameter for stage in stages for parameter in stage.parameters))
+        self.timeline = Timeline(schedule.name, tuple(Log(device) for device in devices))
+        self._routes = routes
         self._stages = stages
         self._devices = devices
         self._workers = workers
         self._ambient = Ambient.of_caller(devices)  # of forward: in backward() autograd has grad mode off
-        self.timeline = Timeline(schedule.name, tuple(Log(device) for device in devices))
 
-    def execute(self, part: Schedule, inputs: Mapping[Task, Any]) -> dict[Task, Any]:
+    def execute(self, part: Schedule, inputs: Mapping[Task, Any], *, retain_graph: bool = False) -> dict[Task, Any]:
         """Run a part of the schedule.
 
         Args:
             part: some of the schedule's tasks, in its order.
-            inputs: the values that come from outside, by the task that needs them.
+            inputs: the values that come from the caller, by the task that needs them.
+            retain_graph: keep what the backward tasks need, so that they can run again.
 
         Returns:
             What leaves the pipeline: outputs by the F of the last stage, gradients by the B of the first.
@@ -279,23 +289,49 @@ class Run:
         Raises:
             BaseException: what a stage raised; all that the stages remember is dropped.
         """
-        mail = Mailboxes(self.schedule, self._devices)
+        mail = Mailboxes(self.schedule, self._routes, self._devices)
         for task, value in inputs.items():
             tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
-            mail.put(task, value, transfer.mark({tensor.device for tensor in tensors}))
+            caller = self._routes.sources(task)[0]
+            mail.put(task, caller, value, transfer.mark({tensor.device for tensor in tensors}))
         stages = {stage.index: stage for stage in self._stages}
+        for stage in self._stages:
+            stage.retain_graph = retain_graph
         jobs = [
             partial(run_tasks, device, row, stages, mail.of(device), log)
             for device, (row, log) in enumerate(zip(part.device_tasks, self.timeline.logs, strict=True))
         ]
         try:
-            if self._workers is None:
-                with self._ambient.entered(self._devices[0]):
-                    jobs[0]()
-            else:
-                self._workers.run(jobs, self._ambient, cancel=mail.close)
+            with _hooks_set_aside(self.parameters):
+                if self._workers is None:
+                    with self._ambient.entered(self._devices[0]):
+                        jobs[0]()
+                else:
+                    self._workers.run(jobs, self._ambient, cancel=mail.close)
         except BaseException:
             for stage in self._stages:
                 stage.forget()
             raise
         return mail.results
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Hand over the gradients of :attr:`parameters`. Those that stages share are summed in the stages' order."""
+        totals: dict[nn.Parameter, Tensor] = {}
+        for stage in self._stages:
+            for parameter, gradient in stage.take_gradients().items():
+                before = totals.get(parameter)
+                totals[parameter] = gradient if before is None else add_gradients(before, gradient)
+        return [totals.get(parameter) for parameter in self.parameters]
+
+
+@contextmanager
+def _hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Keep the hooks on parameters from firing in the stages: they fire once, when the whole gradient is there."""
+    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooks:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, its in hooks:
+            parameter._backward_hooks = its

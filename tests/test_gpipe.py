@@ -324,11 +324,18 @@ def test_several_forwards_before_one_backward_accumulate():
     close(gradients(pipe), gradients(plain))
 
 
-def test_a_second_backward_says_that_the_activations_are_gone():
-    """The stages free as they go, whatever retain_graph asks."""
-    loss = GPipe(model(), [4, 4], devices=["cpu"] * 2)(torch.randn(4, 3)).sum()
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_retained_graph_runs_backward_again_and_accumulates(checkpoint):
+    """With dropout, recomputation included; then the stages free their activations, and the next one says so."""
+    x = torch.randn(5, 3, requires_grad=True)
+    pipe = GPipe(model(dropout=0.3), [3, 3, 2], devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+    loss = pipe(x).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="call the pipe again"):
+    once = gradients(pipe) | {"x": x.grad.clone()}
+    loss.backward()
+    for name, gradient in (gradients(pipe) | {"x": x.grad}).items():
+        assert torch.equal(gradient, 2 * once[name]), name
+    with pytest.raises(RuntimeError, match="pass retain_graph=True to the first"):
         loss.backward()
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gpipe_lite"
 
 # The picture. Each room: the rooms that it may import. A folder is one room; __init__ is the door to all.
 TIME = "schedule trace simulate"
-PIECES = "microbatch randomness loss transfer batchnorm skip balance profiling partition"
+PIECES = "microbatch randomness loss transfer batchnorm buffers skip balance profiling partition"
 HOUSE = {
     # time, without torch
     "schedule": "",
@@ -24,14 +24,15 @@ HOUSE = {
     "randomness": "",
     "loss": "microbatch",
     "transfer": "microbatch",
-    "batchnorm": "microbatch",
+    "batchnorm": "",
+    "buffers": "",
     "profiling": "microbatch balance",
     "partition": "microbatch balance",
-    "skip": "microbatch partition",
+    "skip": "schedule microbatch",
     # what runs a schedule
-    "stage": "schedule trace microbatch randomness loss transfer batchnorm skip",
+    "stage": "schedule trace microbatch randomness batchnorm buffers skip",
     "runtime": "schedule trace microbatch transfer stage",
-    "threads": "schedule trace microbatch randomness transfer stage runtime",
+    "threads": "schedule microbatch transfer skip stage runtime",
     "distributed": f"{TIME} {PIECES} stage runtime",
     "connect": "schedule microbatch threads",
     "gpipe": f"{TIME} {PIECES} stage runtime threads connect",

@@ -145,7 +145,7 @@ def test_only_torchs_own_quiet_layers_are_trusted_to_draw_nothing():
         def forward(self, x):
             return x + torch.rand_like(x)
 
-    assert never_draws(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU())))
+    assert never_draws(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU())).modules())
     for layer in (
         nn.Dropout(0.0),
         nn.LSTM(2, 2),
@@ -153,10 +153,10 @@ def test_only_torchs_own_quiet_layers_are_trusted_to_draw_nothing():
         nn.TransformerEncoderLayer(4, 2),
         Custom(),
     ):
-        assert not never_draws(nn.Sequential(nn.Linear(2, 2), layer))
+        assert not never_draws(nn.Sequential(nn.Linear(2, 2), layer).modules())
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
-    assert not never_draws(nn.Sequential(hooked))
+    assert not never_draws(nn.Sequential(hooked).modules())
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
