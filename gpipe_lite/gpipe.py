@@ -8,12 +8,17 @@ the other half (:mod:`gpipe_lite.connect`). ``pipe.step(x, y, loss_fn)`` runs th
 """
 
 import os
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from itertools import islice
+from operator import index
+from typing import Any, Self, SupportsIndex, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
@@ -61,7 +66,10 @@ class GPipe(nn.Module):
     >>> model[0].weight.grad.shape
     torch.Size([8, 4])
 
-    It is the model: its parameters are the model's own, under the same names.
+    It is the model: its parameters are the model's own, under the same names. What hangs on the layers works as
+    there: forward and backward hooks on them fire once a micro-batch, and forward hooks again when it is recomputed
+    (:func:`gpipe_lite.is_recomputing` tells); hooks on parameters fire once a backward. Only gradients of gradients
+    cannot pass.
 
     Args:
         module: the model; each layer takes what the one before returns, any nesting of tensors.
@@ -73,6 +81,8 @@ class GPipe(nn.Module):
             "except_last" all but the last, "never" none.
         schedule: "gpipe", "1f1b" or "naive"; or a function of (K, M), or a :class:`Schedule`, that then says itself
             what is recomputed.
+        deferred_batch_norm: let the running statistics of BatchNorm follow the mini-batch, as the unsplit model's do
+            and the paper's did. In training BatchNorm normalises by the micro-batch's own statistics either way.
 
     Raises:
         TypeError: if the module is not an ``nn.Sequential``, or an argument has the wrong type.
@@ -91,7 +101,7 @@ class GPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(chunks, bool) or not isinstance(chunks, int):
+        if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex):
             raise TypeError(f"chunks must be a whole number, not {chunks!r}")
         if chunks < 1:
             raise ValueError(f"chunks must be 1 or more, not {chunks}: it is the number of micro-batches")
@@ -103,9 +113,9 @@ class GPipe(nn.Module):
             )
         if not (isinstance(schedule, str | Schedule) or callable(schedule)):
             raise TypeError(f"schedule must be a name, a Schedule or a function of (K, M), not {schedule!r}")
-        if isinstance(devices, str | int | torch.device):
+        if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
             raise TypeError(f"devices names one device a partition: write [{devices!r}] * K, not {devices!r}")
-        self.chunks = chunks
+        self.chunks = index(chunks)
         self.checkpoint: Checkpoint = checkpoint
         self.deferred_batch_norm = deferred_batch_norm
         self._schedule = schedule
@@ -115,13 +125,14 @@ class GPipe(nn.Module):
             check_model(module)
             available = len(wanted if wanted is not None else _cuda_devices() or range(torch.get_num_threads()))
             balance = best_balance(parameter_counts(module), min(available, len(module)))
-        self.balance = list(balance)
-        self.partitions = partition(module, self.balance)
-        self._routes = routes(self.partitions)
-        self._sound: set[int] = set()
-        self.devices = _place(self.partitions, wanted)
+        partitions = partition(module, balance)
+        self.balance = [len(layers) for layers in partitions]
+        self._routes = routes(partitions)
+        self._sound: set[tuple[int, bool]] = set()
+        self._warned = False
+        self.devices = _place(partitions, wanted)
         for name, layer in module.named_children():
-            if hasattr(self, name):
+            if hasattr(GPipe, name) or name in vars(self):
                 raise ValueError(f"layer {name!r} has the name of an attribute of GPipe: rename the layer")
             self.add_module(name, layer)
         self.training = module.training
@@ -140,6 +151,11 @@ class GPipe(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers of the model."""
         return iter(cast(Iterable[nn.Module], self._modules.values()))
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The layers of each stage."""
+        return [nn.Sequential(OrderedDict(layers)) for layers in self._layers_of_stages()]
 
     @property
     def trace(self) -> Trace:
@@ -165,6 +181,8 @@ class GPipe(nn.Module):
         Raises:
             ValueError: if the batch is empty, holds no tensor or scalar ones, or its sizes disagree.
         """
+        if torch.compiler.is_compiling():  # a compiler has nothing to see here, but it may have compiled the layers
+            return torch.compiler.disable(self.forward)(batch)
         grad = torch.is_grad_enabled()
         micro_batches = microbatch.split(batch, self.chunks)
         plan = self._plan_for(len(micro_batches))
@@ -178,14 +196,22 @@ class GPipe(nn.Module):
         outputs = [results[Task(Phase.FORWARD, len(self.balance) - 1, m)] for m in range(len(micro_batches))]
         with torch.no_grad():
             merged = microbatch.merge(outputs)
-        needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in microbatch.flatten(outputs[0])[0]]
+        columns = zip(*(microbatch.flatten(output)[0] for output in outputs), strict=True)
+        needs_grad = [any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column) for column in columns]
         if not (grad and any(needs_grad)):
             return merged
         sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
         return connect(batch, merged, needs_grad, BackwardHalf(run, plan.backward, sizes))
 
     def step(
-        self, x: Any, y: Any, loss_fn: LossFn, *, weight: Weight | None = None, keep_outputs: bool = False
+        self,
+        x: Any,
+        y: Any,
+        loss_fn: LossFn,
+        *,
+        weight: Weight | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        keep_outputs: bool = False,
     ) -> StepResult:
         """Run the whole schedule with the loss inside: outputs, loss and, with grad enabled, gradients.
 
@@ -199,14 +225,18 @@ class GPipe(nn.Module):
             loss_fn: of one micro-batch's output and target; a tensor of shape ``()``.
             weight: what ``loss_fn`` averages over, given a target, if it is not samples and ``loss_fn`` does not
                 tell; see :func:`gpipe_lite.loss.micro_batch_weights`.
+            scale: multiplies what the gradients are computed from, and not the loss that is returned; such as
+                ``torch.amp.GradScaler().scale``.
             keep_outputs: return the outputs too.
 
         Raises:
             ValueError: if x and y disagree on the batch size, or the loss is not one number.
         """
         num_samples = microbatch.batch_size(x)
-        if (num_targets := microbatch.batch_size(y)) != num_samples:
+        if (num_targets := microbatch.batch_size(y, "target")) != num_samples:
             raise ValueError(f"x has {num_samples} samples and y {num_targets}: each sample needs one target")
+        if torch.is_grad_enabled() and that_require_grad(microbatch.flatten(y)[0]):
+            raise ValueError("the target requires grad, and gradients of targets cannot be computed: detach() it")
         micro_batches = microbatch.split(x, self.chunks)
         targets = microbatch.split(y, self.chunks)
         sizes = microbatch.sizes(num_samples, len(micro_batches))
@@ -218,17 +248,19 @@ class GPipe(nn.Module):
             if keep_outputs:
                 kept[micro_batch] = microbatch.map_tensors(Tensor.detach, output)
             loss = loss_fn(output, microbatch.map_tensors(lambda t: t.to(device), targets[micro_batch]))
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"the loss function returned {shape}; step() needs a tensor of shape ()")
+            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+                what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"the loss function returned {what}; step() needs a floating-point tensor of shape ()")
             return loss
 
         plan = self._plan_for(len(micro_batches))
-        run = self._new_run(plan, head)
+        run = self._new_run(plan, head, loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())
         given: dict[Task, Any] = {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)}
         if torch.is_grad_enabled():
             for m, share in enumerate(weights):
-                given[Task(Phase.BACKWARD, last, m)] = [torch.tensor(share, dtype=torch.float64, device=device)]
+                seed = torch.tensor(share, dtype=torch.float64, device=device)
+                # Where nothing counts, a loss is 0/0 and its gradient not a number: it takes no part.
+                given[Task(Phase.BACKWARD, last, m)] = [None if not share else seed if scale is None else scale(seed)]
         results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
         if torch.is_grad_enabled():
             inputs = microbatch.flatten(x)[0]
@@ -256,16 +288,53 @@ class GPipe(nn.Module):
             self._plans[key] = _Plan(_make(self._schedule, len(self.balance), num_micro_batches, self.checkpoint))
         return self._plans[key]
 
-    def _new_run(self, plan: "_Plan", head: Head | None = None) -> Run:
+    def _new_run(self, plan: "_Plan", head: Head | None = None, parameters_of_head: Iterable[nn.Parameter] = ()) -> Run:
+        self._warn_of_batch_norm(plan.whole.num_micro_batches)
         settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self._sound)
         stages, first_layer = [], 0
-        for k, (layers, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
-            is_last = k + 1 == len(self.partitions)
+        for k, (layers, device) in enumerate(zip(self._layers_of_stages(), self.devices, strict=True)):
+            is_last = k + 1 == len(self.balance)
             stages.append(Stage(k, layers, first_layer, device, settings, head if is_last else None))
             first_layer += len(layers)
+        stages[-1].parameters += [parameter for parameter in parameters_of_head if parameter.requires_grad]
         run = Run(plan.whole, self._routes, stages, self.devices, self._get_workers())
         self._timeline = run.timeline
         return run
+
+    def _layers_of_stages(self) -> list[list[tuple[str, nn.Module]]]:
+        """The layers as they are now: one may have been replaced, such as by one with an adapter."""
+        if len(self._modules) != sum(self.balance):
+            raise RuntimeError(
+                f"the pipeline has {len(self._modules)} layers, and its balance {self.balance} is for "
+                f"{sum(self.balance)}: change the model before you build the pipe"
+            )
+        layers = cast(Iterator[tuple[str, nn.Module]], iter(self._modules.items()))
+        return [list(islice(layers, n)) for n in self.balance]
+
+    def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
+        if self._warned or self.deferred_batch_norm or num_micro_batches == 1 or not self.training:
+            return
+        self._warned = True
+        for name, layer in self.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
+                warnings.warn(
+                    f"layer {name!r} is a BatchNorm, and its running statistics follow the micro-batches, "
+                    f"{num_micro_batches} updates a mini-batch: pass deferred_batch_norm=True for those of the "
+                    "mini-batch, as the unsplit model has them",
+                    stacklevel=4,
+                )
+                return
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let ``to()``, ``half()`` and the like change anything but where the partitions are."""
+        for k, device in enumerate(self.devices):
+            if (moved := fn(torch.empty(0, device=device)).device) != device:
+                raise TypeError(
+                    f"stage {k} of the pipeline lives on {device}, and this would move it to {moved}: name other "
+                    "devices when you build the pipe, GPipe(module, ..., devices=[...])"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
 
     def _get_workers(self) -> Workers | None:
         if len(self.devices) == 1:
@@ -339,7 +408,9 @@ def _cuda_devices() -> list[torch.device]:
 
 def _actual(device: str | int | torch.device) -> torch.device:
     """The device as its tensors name it: "cuda" is "cuda:0"."""
+    if device is None:
+        raise ValueError("None is no device: name one, such as 'cpu' or 'cuda:0', for each partition")
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         raise ValueError(f"device {str(device)!r} cannot be used here: {error}") from error

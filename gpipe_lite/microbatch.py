@@ -12,6 +12,7 @@ Both are made of ``flatten`` and ``unflatten``, with which the stages, too, reac
 a boundary. There most values are a tensor or a tuple of tensors, so these take a short way.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -82,8 +83,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Any, name: str = "batch") -> int:
     """How many samples a batch has: the size of the first axis, on which all its tensors agree.
+
+    Args:
+        batch: any nesting.
+        name: what errors call it.
 
     Raises:
         TypeError: if the batch holds no tensor.
@@ -91,23 +96,23 @@ def batch_size(batch: Any) -> int:
     """
     tensors = [(i, leaf) for i, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)]
     if not tensors:
-        raise TypeError(f"a batch needs at least 1 tensor to tell its size; there are 0 in {_outline(batch)}")
+        raise TypeError(f"the {name} needs at least 1 tensor to tell its size; there are 0 in {_outline(batch)}")
     for i, tensor in tensors:
         if tensor.dim() == 0:
             raise ValueError(
-                f"{_place('batch', batch, i)} is a tensor of 0 axes, and a batch is cut along the first: "
+                f"{_place(name, batch, i)} is a tensor of 0 axes, and a batch is cut along the first: "
                 "give it 1 value a sample, or pass a Python number, which every micro-batch gets"
             )
     at, first = tensors[0]
     for i, tensor in tensors[1:]:
         if tensor.shape[0] != first.shape[0]:
             raise ValueError(
-                f"{_place('batch', batch, at)} has {first.shape[0]} samples, shape {tuple(first.shape)}, and "
-                f"{_place('batch', batch, i)} has {tensor.shape[0]}, shape {tuple(tensor.shape)}: "
+                f"{_place(name, batch, at)} has {first.shape[0]} samples, shape {tuple(first.shape)}, and "
+                f"{_place(name, batch, i)} has {tensor.shape[0]}, shape {tuple(tensor.shape)}: "
                 "make their first axes equal"
             )
     if first.shape[0] == 0:
-        raise ValueError(f"the batch has 0 samples, {_outline(batch)}: pass 1 or more, or skip it")
+        raise ValueError(f"the {name} has 0 samples, {_outline(batch)}: pass 1 or more, or skip it")
     return first.shape[0]
 
 
@@ -217,6 +222,8 @@ def _agree(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
     equal = one == other
     return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare element by element
 

@@ -17,11 +17,11 @@ The step's seed is drawn from torch's default generator, once, by the first func
 import inspect
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from hashlib import blake2b
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Stream(TorchFunctionMode):
 
     def __init__(self, seed: StepSeed, device: torch.device) -> None:
         super().__init__()
+        self.repeats = False  # whether a recomputation must draw the same
         self._seed = seed
         self._generators = [torch.default_generator]
         if device.type == "cuda":  # pragma: no cover - needs CUDA
@@ -64,6 +65,8 @@ class Stream(TorchFunctionMode):
             self._generators.append(torch.cuda.default_generators[index])
         self._states: list[Tensor] | None = None
         self._at = (0, 0)
+        # A compiled layer is traced with this mode. It may look at which functions draw, and not into drawing.
+        self._draw = torch.compiler.disable(self._seeded) if "torch._dynamo" in sys.modules else self._seeded
 
     def at(self, layer: int, micro_batch: int) -> None:
         """Start the stream of this layer and micro-batch from its beginning."""
@@ -81,6 +84,11 @@ class Stream(TorchFunctionMode):
         kwargs = kwargs or {}
         if not draws(func) or _is_quiet(func, args, kwargs):
             return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    def _seeded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``func`` on the generator seeded for this layer and micro-batch, or going on where it stopped."""
+        self._refuse_what_cannot_be_repeated(func, kwargs)
         with _DRAWING:
             seed = self._seed.of(*self._at) if self._states is None else None
             before = [generator.get_state() for generator in self._generators]
@@ -94,6 +102,23 @@ class Stream(TorchFunctionMode):
             finally:
                 self._states = [generator.get_state() for generator in self._generators]
                 _restore(self._generators, before)
+
+    def _refuse_what_cannot_be_repeated(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        generator = kwargs.get("generator")
+        if self.repeats and generator is not None and generator not in self._generators:
+            raise RuntimeError(
+                f"{func.__name__} draws from a torch.Generator of the layer's own, so the recomputation of this "
+                'micro-batch would draw other numbers: draw from torch\'s default generator, or use checkpoint="never"'
+            )
+        frame: FrameType | None = sys._getframe() if torch.is_grad_enabled() or self.repeats else None
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                raise RuntimeError(
+                    f"{func.__name__} draws random numbers inside torch.utils.checkpoint, whose own recomputation "
+                    "would draw others: take that out of the layer, and let the pipeline recompute with "
+                    'checkpoint="always"'
+                )
+            frame = frame.f_back
 
 
 def _restore(generators: list[Generator], states: list[Tensor]) -> None:
@@ -109,9 +134,18 @@ _PYTHON_FUNCTIONS_THAT_DRAW = re.compile(
 """Functions of torch that are written in Python, so that no tag tells that they draw."""
 
 
-@cache
 def draws(func: Callable[..., Any]) -> bool:
     """Whether a torch function may draw random numbers: torch tags its operators so."""
+    known = _KNOWN.get(func)
+    if known is None:
+        known = _KNOWN[func] = _draws(func)
+    return known
+
+
+_KNOWN: dict[Callable[..., Any], bool] = {}  # not functools.cache: torch.compile warns where it meets that
+
+
+def _draws(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if isinstance(func, FunctionType):
         return _PYTHON_FUNCTIONS_THAT_DRAW.fullmatch(name) is not None
@@ -125,7 +159,9 @@ def draws(func: Callable[..., Any]) -> bool:
 def _is_quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws nothing after all, since its dropout is off: then it need not take turns."""
     if isinstance(func, FunctionType):
-        bound = _signature(func).bind(*args, **kwargs)
+        if func not in _SIGNATURES:
+            _SIGNATURES[func] = inspect.signature(func)
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         return given.get("training") is False or given.get("p", given.get("dropout_p")) == 0
@@ -139,7 +175,7 @@ def _is_quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     return False
 
 
-_signature = cache(inspect.signature)
+_SIGNATURES: dict[Callable[..., Any], inspect.Signature] = {}
 
 
 _RANDOM_MODULES = (

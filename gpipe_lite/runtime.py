@@ -6,6 +6,7 @@ Threads (:mod:`gpipe_lite.threads`) and processes run this same loop; they diffe
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -61,9 +62,10 @@ def run_tasks(device: int, tasks: Iterable[Task], stages: Mapping[int, Stage], c
             log.add(task, device, start, log.now())
             channel.send(task, made)
         except BaseException as error:
+            channel.close(error)  # first, so that nothing can keep the others waiting
             if not isinstance(error, Cancelled):
-                stage.explain(error, task, received)
-            channel.close(error)
+                with suppress(Exception):  # an exception may take no notes, and what it came from may be broken
+                    stage.explain(error, task, received)
             raise
 
 

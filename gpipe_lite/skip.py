@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gpipe_lite.microbatch import flatten
 from gpipe_lite.schedule import Phase, Task
+from gpipe_lite.snapshot import version
 
 Kept = dict[str, tuple[Any, int]]
 """What is kept, by name, with the version of its tensors."""
@@ -142,8 +143,7 @@ def unchanged(name: str, value: Any, version: int) -> Any:
 
 
 def _version(value: Any) -> int:
-    """Changes whenever one of the tensors is written to."""
-    return sum(x._version for x in flatten(value)[0] if isinstance(x, Tensor) and not x.is_inference())
+    return version(leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, statistics_left_alone
-from gpipe_lite.buffers import Buffers, Snapshot
 from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
 from gpipe_lite.skip import Kept, Pop, Routes, Stash, carried, left_over
+from gpipe_lite.snapshot import Buffers, Copies, Layers, version
 from gpipe_lite.trace import PHASE_NAMES
 
 Head = Callable[[int, Any], Any]
@@ -57,14 +57,14 @@ class Settings:
         seed: of the step.
         routes: where skips come from and go to.
         defers_batch_norm: whether running statistics follow the mini-batch.
-        sound: the stages whose graphs are known to end at their own parameters; grows.
+        sound: the stages, without and with a head, whose graphs are known to end at their own parameters; grows.
     """
 
     schedule: Schedule
     seed: StepSeed
     routes: Routes
     defers_batch_norm: bool
-    sound: set[int] = field(default_factory=set)
+    sound: set[tuple[int, bool]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Saved:
 
     inputs: Flat  # its tensors are leaves of this stage's graph
     version: int  # of the inputs, to notice that a layer wrote into them
-    buffers: Snapshot  # as R must find them
+    buffers: Copies  # as R must find them
     outputs: Flat | None  # with their graph; None until recomputed
 
 
@@ -113,7 +113,7 @@ class Stage:
 
     Args:
         index: k.
-        layers: the partition.
+        layers: the partition's, with their names.
         first_layer: the index in the whole model of the partition's first layer.
         device: where the partition lives.
         settings: of the step.
@@ -123,7 +123,7 @@ class Stage:
     def __init__(
         self,
         index: int,
-        layers: nn.Sequential,
+        layers: Sequence[tuple[str, nn.Module]],
         first_layer: int,
         device: torch.device,
         settings: Settings,
@@ -131,21 +131,23 @@ class Stage:
     ) -> None:
         self.index = index
         self.device = device
-        self.parameters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
         self.retain_graph = False  # whether another backward may follow
-        self._layers = list(layers.named_children())
+        self._layers = layers
         self._first_layer = first_layer
         self._settings = settings
         self._head = head
-        modules = list(layers.modules())
+        modules = [module for _, layer in layers for module in layer.modules()]
+        self.as_in_forward = Layers(modules)
+        self.parameters = [parameter for parameter in self.as_in_forward.parameters if parameter.requires_grad]
         quiet = head is None and never_draws(modules)
         self._stream = None if quiet else Stream(settings.seed, device)
         self._skips = any(isinstance(module, Stash | Pop) for module in modules)
         self._with_statistics = layers_with_statistics(modules)
         self._deferred = DeferredStatistics(modules) if settings.defers_batch_norm else None
         self._buffers = Buffers(modules)
-        self._copies_input = _writes_into_input(layers)
-        self._num_forwards = 0
+        self._copies_input = _writes_into_input(layers[0][1])
+        self._num_forwards = self._num_backwards = 0
+        self._is_reached = False  # whether any gradient came to something that requires grad
         self._saved: dict[int, Saved] = {}
         self._gradients: dict[nn.Parameter, tuple[Tensor, bool]] = {}  # sums, and whether they are nobody else's
         self.at = ""  # the layer at work, for errors
@@ -187,20 +189,20 @@ class Stage:
         recomputed = keep and schedule.recomputes(self.index, micro_batch)
         inputs = Flat.of(received)
         inputs.leaves = [_cut(leaf) for leaf in inputs.leaves]
-        version = _version(inputs.leaves) if keep else 0
-        buffers = self._buffers.snapshot() if recomputed else {}
+        before = version(_tensors(inputs.leaves)) if keep else 0
+        buffers = self._buffers.copies() if recomputed else {}
         with self._deferred.gathering() if self._deferred else nullcontext():
             outputs = self._run_layers(micro_batch, inputs)
         self._num_forwards += 1
         if self._deferred and self._num_forwards == schedule.num_micro_batches:
             self._deferred.update()
         if keep:
-            self._saved[micro_batch] = Saved(inputs, version, buffers, None if recomputed else outputs)
+            self._saved[micro_batch] = Saved(inputs, before, buffers, None if recomputed else outputs)
         return outputs.values([_cut(leaf) for leaf in outputs.leaves])
 
     def _recompute(self, micro_batch: int) -> None:
         saved = self._saved[micro_batch]
-        if _version(saved.inputs.leaves) != saved.version:
+        if version(_tensors(saved.inputs.leaves)) != saved.version:
             raise RuntimeError(
                 f"the input of stage {self.index} was modified in place after micro-batch {micro_batch}'s forward "
                 "pass, so it cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave "
@@ -225,7 +227,9 @@ class Stage:
             for output, gradient in zip(outputs.leaves, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        if self._head is not None and not pairs:
+        self._num_backwards += 1
+        self._is_reached |= bool(pairs)
+        if self._head and not self._is_reached and self._num_backwards == self._settings.schedule.num_micro_batches:
             raise RuntimeError(
                 "the loss does not depend on anything that requires grad: unfreeze a parameter, or call step() under "
                 "torch.no_grad() to evaluate"
@@ -259,17 +263,19 @@ class Stage:
 
     def _check_graph(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         """Refuse tensors from outside the model: their gradients would be lost. One look a stage is enough."""
-        if self.index in self._settings.sound:
+        graph = self.index, self._head is not None
+        if graph in self._settings.sound:
             return
         known = {id(tensor) for tensor in (*wanted, *self.parameters)}
         for tensor in _ends(roots):
             if id(tensor) not in known:
                 raise RuntimeError(
-                    f"a layer of stage {self.index} uses a tensor of shape {tuple(tensor.shape)} that requires grad "
-                    "and is not a parameter of the model, so its gradient would be lost: make it an nn.Parameter of "
-                    "the layer, pass it along in the batch, or detach it"
+                    f"a layer of stage {self.index}, or the loss function, uses a tensor of shape "
+                    f"{tuple(tensor.shape)} that requires grad and is not a parameter of the model, so its gradient "
+                    "would be lost: make it an nn.Parameter of the layer (of the loss function, if that is an "
+                    "nn.Module), pass it along in the batch, or detach it"
                 )
-        self._settings.sound.add(self.index)
+        self._settings.sound.add(graph)
 
     def _run_layers(self, micro_batch: int, inputs: Flat) -> Flat:
         leaves = inputs.leaves
@@ -278,6 +284,8 @@ class Stage:
         values = inputs.values(leaves)
         value = values.pop(self.index - 1)
         stream = self._stream
+        if stream is not None:
+            stream.repeats = self._settings.schedule.recomputes(self.index, micro_batch)
         nothing: Kept = {}
         with carried(values.values()) if self._skips else nullcontext(nothing) as kept, stream or nullcontext():
             for layer, (name, module) in enumerate(self._layers, self._first_layer):
@@ -327,9 +335,8 @@ def _cut(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _version(leaves: Sequence[Any]) -> int:
-    """Changes whenever one of the tensors is written to."""
-    return sum(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _ends(roots: Sequence[Tensor]) -> list[Tensor]:
@@ -348,9 +355,8 @@ def _ends(roots: Sequence[Tensor]) -> list[Tensor]:
     return ends
 
 
-def _writes_into_input(layers: nn.Module) -> bool:
+def _writes_into_input(first: nn.Module) -> bool:
     """Whether the first layer says that it works in place: it must not write into a leaf, nor into what R needs."""
-    first = layers
     while isinstance(first, nn.Sequential) and len(first):
         first = first[0]
     return bool(getattr(first, "inplace", False))

@@ -29,12 +29,17 @@ Job = Callable[[], None]
 
 @dataclass(frozen=True)
 class Ambient:
-    """What torch keeps for each thread and the caller expects everywhere: modes and CUDA streams."""
+    """What torch keeps for each thread and the caller expects everywhere: settings, hooks and CUDA streams.
+
+    Modes in the sense of ``TorchFunctionMode`` and ``TorchDispatchMode`` stay behind: an object that notes what one
+    thread does cannot be shared by several.
+    """
 
     grad: bool
     inference: bool
     autocasts: Mapping[str, torch.dtype | None]  # None: no autocast
     autocast_cache: bool
+    saved_tensors_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     default_device: torch.device
     streams: Mapping[torch.device, torch.cuda.Stream]
 
@@ -47,6 +52,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds},
             torch.is_autocast_cache_enabled(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
             torch.get_default_device(),
             {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"},
         )
@@ -60,6 +66,8 @@ class Ambient:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             if torch.get_default_device() != self.default_device:
                 stack.enter_context(self.default_device)
             for kind, dtype in self.autocasts.items():
@@ -89,13 +97,15 @@ class Mailboxes:
         self.routes = routes
         self.last_stage = schedule.num_stages - 1
         self.results: dict[Task, Any] = {}
+        self.closed = False
 
     def put(self, consumer: Task, source: int, value: Any, ready: transfer.Ready) -> None:
         """Leave a value for the task that needs it."""
         self._queues[self._device_of[consumer.stage]].put((consumer, source, value, ready))
 
     def close(self) -> None:
-        """Wake whoever waits, or will wait."""
+        """Wake whoever waits, and stop the others before their next task."""
+        self.closed = True
         for queue in self._queues:
             queue.put((None, 0, None, {}))
 
@@ -115,6 +125,8 @@ class ThreadChannel:
 
     def recv(self, task: Task) -> Values:
         """Wait for what ``task`` needs; values for later tasks are put aside."""
+        if self._mail.closed:
+            raise Cancelled
         sources = self._mail.routes.sources(task)
         while len(self._arrived.get(task, ())) < len(sources):
             consumer, source, value, ready = self._queue.get()
@@ -166,8 +178,12 @@ class Workers:
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in devices]
         self.pid = os.getpid()
         self.stop = weakref.finalize(self, _stop, self._queues)
-        for index, (device, queue) in enumerate(zip(devices, self._queues, strict=True)):
-            threading.Thread(target=_work, args=(device, queue), name=f"gpipe-{index}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=_work, args=(device, queue), name=f"gpipe-{index}", daemon=True)
+            for index, (device, queue) in enumerate(zip(devices, self._queues, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, jobs: Sequence[Job], ambient: Ambient, cancel: Job) -> None:
         """Run a job on each worker and wait until all have ended.
@@ -179,7 +195,13 @@ class Workers:
 
         Raises:
             BaseException: what the first failing job raised, or what interrupted the caller.
+            RuntimeError: if one of the workers asks: it would wait for itself.
         """
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(
+                "a layer, a hook or the loss function called the pipeline that it is running in, which is busy: let it "
+                "use layers of its own, or another pipeline"
+            )
         threads = torch.get_num_threads()
         share = max(1, threads // max(1, self._num_cpu))
         outcomes: list[BaseException | None] = []  # counted, because an interrupt may swallow what get() returned
@@ -274,6 +296,14 @@ class Run:
         self._devices = devices
         self._workers = workers
         self._ambient = Ambient.of_caller(devices)  # of forward: in backward() autograd has grad mode off
+
+    @contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Let recomputations find the layers as the forward half found them, whatever happened since."""
+        with ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(stage.as_in_forward.as_they_were())
+            yield
 
     def execute(self, part: Schedule, inputs: Mapping[Task, Any], *, retain_graph: bool = False) -> dict[Task, Any]:
         """Run a part of the schedule.

@@ -384,7 +384,7 @@ def test_targets_that_do_not_fit_the_batch_are_refused():
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2)
     with pytest.raises(ValueError, match="x has 4 samples and y 3"):
         pipe.step(torch.randn(4, 3), torch.randn(3, 3), functional.mse_loss)
-    with pytest.raises(ValueError, match=r"returned \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"returned torch.float32 of shape \(2, 3\); step\(\) needs"):
         pipe.step(torch.randn(4, 3), torch.randn(4, 3), lambda output, target: output - target)
     with pytest.raises(ValueError, match="reduction='none'"):
         pipe.step(torch.randn(4, 3), torch.randn(4, 3), nn.MSELoss(reduction="none"))

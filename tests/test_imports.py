@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gpipe_lite"
 
 # The picture. Each room: the rooms that it may import. A folder is one room; __init__ is the door to all.
 TIME = "schedule trace simulate"
-PIECES = "microbatch randomness loss transfer batchnorm buffers skip balance profiling partition"
+PIECES = "microbatch randomness loss transfer batchnorm snapshot skip balance profiling partition"
 HOUSE = {
     # time, without torch
     "schedule": "",
@@ -25,12 +25,12 @@ HOUSE = {
     "loss": "microbatch",
     "transfer": "microbatch",
     "batchnorm": "",
-    "buffers": "",
+    "snapshot": "",
     "profiling": "microbatch balance",
     "partition": "microbatch balance",
-    "skip": "schedule microbatch",
+    "skip": "schedule microbatch snapshot",
     # what runs a schedule
-    "stage": "schedule trace microbatch randomness batchnorm buffers skip",
+    "stage": "schedule trace microbatch randomness batchnorm snapshot skip",
     "runtime": "schedule trace microbatch transfer stage",
     "threads": "schedule microbatch transfer skip stage runtime",
     "distributed": f"{TIME} {PIECES} stage runtime",
