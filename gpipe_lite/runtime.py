@@ -22,14 +22,14 @@ class Channel(Protocol):
     """How values reach a device and leave it."""
 
     def recv(self, task: Task) -> Values:
-        """Wait for what ``task`` needs, and return it by the stages that it comes from, the neighbour first.
+        """Wait for what ``task`` needs, and return it by where it comes from, the neighbour first.
 
         Raises:
             Cancelled: if another device failed.
         """
 
     def send(self, task: Task, values: Values) -> None:
-        """Hand what ``task`` made to the stages that need it."""
+        """Hand what ``task`` made to the tasks that need it."""
 
     def close(self, error: BaseException) -> None:
         """Wake everyone who waits, or will wait: this device has failed."""

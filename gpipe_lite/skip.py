@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ _here = _Here()
 
 
 @contextmanager
-def carried(arriving: Iterable[dict[str, Any]]) -> Iterator[Kept]:
+def carried(arriving: Mapping[str, Any]) -> Iterator[Kept]:
     """Run layers that stash and pop.
 
     Args:
@@ -107,25 +106,24 @@ def carried(arriving: Iterable[dict[str, Any]]) -> Iterator[Kept]:
         What is kept; when the layers have run, what they leave to later stages.
     """
     before = _here.kept, _here.strict
-    _here.kept = {name: (value, _version(value)) for values in arriving for name, value in values.items()}
-    _here.strict = True
+    _here.kept, _here.strict = {name: (value, _version(value)) for name, value in arriving.items()}, True
     try:
         yield _here.kept
     finally:
         _here.kept, _here.strict = before
 
 
-def left_over(kept: Kept, leaving: Mapping[int, Sequence[str]]) -> dict[int, dict[str, Any]]:
-    """What layers leave to later stages, by stage and name.
+def left_over(kept: Kept, leaving: "Iterable[Skip]") -> "dict[Skip, Any]":
+    """What layers leave to later stages.
 
     Raises:
         RuntimeError: if they stashed less or more than they leave: a Stash or a Pop among them did not run.
     """
-    wanted = {name for names in leaving.values() for name in names}
-    for name in sorted(wanted ^ kept.keys()):
+    wanted = {skip.name: skip for skip in leaving}
+    for name in sorted(wanted.keys() ^ kept.keys()):
         kind = "Stash" if name in wanted else "Pop"
         raise RuntimeError(f"{kind}({name!r}) did not run: in a pipeline it has to run once for each micro-batch")
-    return {stage: {name: unchanged(name, *kept[name]) for name in names} for stage, names in leaving.items()}
+    return {skip: unchanged(name, *kept[name]) for name, skip in wanted.items()}
 
 
 def unchanged(name: str, value: Any, version: int) -> Any:
@@ -155,9 +153,12 @@ class Skip:
     popped_on: int
 
 
-@dataclass(frozen=True)
+Port = int | Skip
+"""Where a stage's values come from or go to: a neighbour, by its index, or the other end of a skip."""
+
+
 class Routes:
-    """Which stages a stage's values come from, and go to: its neighbours, and the other ends of skips.
+    """The ways between stages.
 
     The caller stands before stage 0, as stage −1, and after the last, as stage K.
 
@@ -165,10 +166,24 @@ class Routes:
         skips: those that cross a boundary.
     """
 
-    skips: tuple[Skip, ...] = ()
+    def __init__(self, skips: Iterable[Skip] = ()) -> None:
+        self.skips = tuple(skips)
+        self._arriving: dict[int, tuple[Skip, ...]] = {}
+        self._leaving: dict[int, tuple[Skip, ...]] = {}
+        for skip in self.skips:
+            self._arriving[skip.popped_on] = *self.arriving(skip.popped_on), skip
+            self._leaving[skip.stashed_on] = *self.leaving(skip.stashed_on), skip
 
-    def sources(self, task: Task) -> Sequence[int]:
-        """The stages that ``task`` gets values from; its neighbour comes first."""
+    def arriving(self, stage: int) -> tuple[Skip, ...]:
+        """The skips that end on a stage."""
+        return self._arriving.get(stage, ())
+
+    def leaving(self, stage: int) -> tuple[Skip, ...]:
+        """The skips that start on a stage."""
+        return self._leaving.get(stage, ())
+
+    def sources(self, task: Task) -> tuple[Port, ...]:
+        """Where the values come from that ``task`` needs; the neighbour is first."""
         match task.phase:
             case Phase.FORWARD:
                 return task.stage - 1, *self.arriving(task.stage)
@@ -177,27 +192,13 @@ class Routes:
             case Phase.RECOMPUTE:
                 return ()
 
-    def arriving(self, stage: int) -> dict[int, list[str]]:
-        """The names that a stage takes from others, by stage."""
-        return self._arriving.get(stage, {})
-
-    def leaving(self, stage: int) -> dict[int, list[str]]:
-        """The names that a stage keeps for others, by stage."""
-        return self._leaving.get(stage, {})
-
-    @cached_property
-    def _arriving(self) -> dict[int, dict[int, list[str]]]:
-        table: dict[int, dict[int, list[str]]] = {}
-        for skip in self.skips:
-            table.setdefault(skip.popped_on, {}).setdefault(skip.stashed_on, []).append(skip.name)
-        return table
-
-    @cached_property
-    def _leaving(self) -> dict[int, dict[int, list[str]]]:
-        table: dict[int, dict[int, list[str]]] = {}
-        for skip in self.skips:
-            table.setdefault(skip.stashed_on, {}).setdefault(skip.popped_on, []).append(skip.name)
-        return table
+    @staticmethod
+    def destination(task: Task, port: Port) -> tuple[Task, Port]:
+        """Which task needs a value that ``task`` made for a port, and the port by which that receives it."""
+        if isinstance(port, int):
+            return Task(task.phase, port, task.micro_batch), task.stage
+        stage = port.popped_on if task.phase is Phase.FORWARD else port.stashed_on
+        return Task(task.phase, stage, task.micro_batch), port
 
 
 def routes(partitions: Sequence[nn.Sequential]) -> Routes:
@@ -233,4 +234,4 @@ def routes(partitions: Sequence[nn.Sequential]) -> Routes:
                 f"Pop({name!r}) stands in layer {pops[name][2]!r}, before Stash({name!r}) in layer {layer!r}: "
                 "a value must be stashed before it is popped"
             )
-    return Routes(tuple(Skip(n, at[1], pops[n][1]) for n, at in stashes.items() if at[1] != pops[n][1]))
+    return Routes(Skip(n, at[1], pops[n][1]) for n, at in stashes.items() if at[1] != pops[n][1])

@@ -26,15 +26,15 @@ from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, sta
 from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
-from gpipe_lite.skip import Kept, Pop, Routes, Stash, carried, left_over
+from gpipe_lite.skip import Kept, Pop, Port, Routes, Skip, Stash, carried, left_over
 from gpipe_lite.snapshot import Buffers, Copies, Layers, version
 from gpipe_lite.trace import PHASE_NAMES
 
 Head = Callable[[int, Any], Any]
 """What the last stage does with a micro-batch's output: computes its loss, given the micro-batch's index."""
 
-Values = Mapping[int, Any]
-"""What comes from stages or goes to stages, by stage: a neighbour's, and dicts of skips by name from and to others."""
+Values = Mapping[Port, Any]
+"""What comes from other stages, or goes to them: what crosses a boundary, by the neighbour's index, and skips."""
 
 _this_thread = threading.local()
 
@@ -72,30 +72,30 @@ class Flat:
     """Values taken apart into leaves."""
 
     leaves: list[Any]
-    groups: list[tuple[int, Spec, int]]  # the stage, how its value nests, and how many leaves that has
+    groups: list[tuple[Port, Spec, int]]  # the port, how its value nests, and how many leaves that has
 
     @classmethod
     def of(cls, values: Values) -> "Flat":
         """Take values apart."""
         flat = cls([], [])
-        for stage, value in values.items():
+        for port, value in values.items():
             leaves, spec = flatten(value)
             flat.leaves += leaves
-            flat.groups.append((stage, spec, len(leaves)))
+            flat.groups.append((port, spec, len(leaves)))
         return flat
 
-    def cut(self, leaves: Sequence[Any]) -> dict[int, Sequence[Any]]:
-        """Cut a list of as many leaves into one for each stage."""
+    def cut(self, leaves: Sequence[Any]) -> dict[Port, Sequence[Any]]:
+        """Cut a list of as many leaves into one for each port."""
         parts, start = {}, 0
-        for stage, _, length in self.groups:
-            parts[stage] = leaves[start : start + length]
+        for port, _, length in self.groups:
+            parts[port] = leaves[start : start + length]
             start += length
         return parts
 
-    def values(self, leaves: Sequence[Any]) -> dict[int, Any]:
+    def values(self, leaves: Sequence[Any]) -> dict[Port, Any]:
         """Put other leaves together in the same way."""
         parts = self.cut(leaves)
-        return {stage: unflatten(parts[stage], spec) for stage, spec, _ in self.groups}
+        return {port: unflatten(parts[port], spec) for port, spec, _ in self.groups}
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ class Stage:
         assert outputs is not None, "R or F ran before B"
         if self._settings.schedule.recomputes(self.index, micro_batch):
             saved.outputs = None
-        gradients = [gradient for stage, _, _ in outputs.groups for gradient in received[stage]]
+        gradients = [gradient for port, _, _ in outputs.groups for gradient in received[port]]
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs.leaves, gradients, strict=True)
@@ -287,7 +287,8 @@ class Stage:
         if stream is not None:
             stream.repeats = self._settings.schedule.recomputes(self.index, micro_batch)
         nothing: Kept = {}
-        with carried(values.values()) if self._skips else nullcontext(nothing) as kept, stream or nullcontext():
+        arriving = {port.name: kept for port, kept in values.items() if isinstance(port, Skip)}
+        with carried(arriving) if self._skips else nullcontext(nothing) as kept, stream or nullcontext():
             for layer, (name, module) in enumerate(self._layers, self._first_layer):
                 self.at = f"layer {name!r} ({type(module).__name__})"
                 if stream is not None:
@@ -301,7 +302,7 @@ class Stage:
                     stream.at(-1, micro_batch)
                 value = self._head(micro_batch, value)
         self.at = ""
-        return Flat.of({self.index + 1: value, **leaving})
+        return Flat.of({self.index + 1: value} | leaving)
 
     def explain(self, error: BaseException, task: Task, received: Values | None) -> None:
         """Note on an exception where it happened, and what may help."""
@@ -314,7 +315,7 @@ class Stage:
         )
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             error.add_note(
-                f"stage {task.stage} holds {len(self._layers)} layers and its part of "
+                f"stage {task.stage} holds {len(self._layers)} layer(s) and its part of "
                 f"{self._settings.schedule.num_micro_batches} micro-batches: what helps is more chunks, "
                 'checkpoint="always", fewer layers on this stage (balance), or schedule="1f1b" in step()'
             )

@@ -21,7 +21,7 @@ from gpipe_lite import transfer
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
 from gpipe_lite.schedule import Schedule, Task
-from gpipe_lite.skip import Routes
+from gpipe_lite.skip import Port, Routes
 from gpipe_lite.stage import Stage, Values, add_gradients
 
 Job = Callable[[], None]
@@ -77,8 +77,8 @@ class Ambient:
             yield
 
 
-Letter = tuple[Task | None, int, Any, transfer.Ready]
-"""The task that needs a value, the stage that it comes from, the value, and when it may be read. No task: a failure."""
+Letter = tuple[Task | None, Port, Any, transfer.Ready]
+"""The task that needs a value, where that comes from, the value, and when it may be read. No task: a failure."""
 
 
 class Mailboxes:
@@ -99,7 +99,7 @@ class Mailboxes:
         self.results: dict[Task, Any] = {}
         self.closed = False
 
-    def put(self, consumer: Task, source: int, value: Any, ready: transfer.Ready) -> None:
+    def put(self, consumer: Task, source: Port, value: Any, ready: transfer.Ready) -> None:
         """Leave a value for the task that needs it."""
         self._queues[self._device_of[consumer.stage]].put((consumer, source, value, ready))
 
@@ -121,7 +121,7 @@ class ThreadChannel:
         self._mail = mail
         self._device = device
         self._queue = queue
-        self._arrived: dict[Task, dict[int, tuple[Any, transfer.Ready]]] = {}
+        self._arrived: dict[Task, dict[Port, tuple[Any, transfer.Ready]]] = {}
 
     def recv(self, task: Task) -> Values:
         """Wait for what ``task`` needs; values for later tasks are put aside."""
@@ -138,10 +138,10 @@ class ThreadChannel:
 
     def send(self, task: Task, values: Values) -> None:
         """Hand values to other stages, or to the caller at either end."""
-        for stage, value in values.items():
-            if 0 <= stage <= self._mail.last_stage:
-                consumer = Task(task.phase, stage, task.micro_batch)
-                self._mail.put(consumer, task.stage, value, transfer.mark([self._device]))
+        for port, value in values.items():
+            consumer, source = self._mail.routes.destination(task, port)
+            if 0 <= consumer.stage <= self._mail.last_stage:
+                self._mail.put(consumer, source, value, transfer.mark([self._device]))
             else:
                 self._mail.results[task] = value
 

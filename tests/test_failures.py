@@ -8,14 +8,17 @@ import textwrap
 import threading
 import traceback
 import weakref
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
+from jupyter_client.manager import start_new_kernel
 from torch import nn
 from torch.nn import functional
 
 from gpipe_lite import GPipe
 from gpipe_lite.schedule import Phase, Task, gpipe
+from gpipe_lite.threads import Mailboxes
 
 K, M = 4, 6
 
@@ -111,7 +114,7 @@ def test_a_failure_at_any_task_names_its_place_and_the_pipe_works_again(checkpoi
     torch.testing.assert_close(found, [p.grad for p in pipe.parameters()])
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError])
 def test_whatever_a_stage_raises_reaches_the_caller(kind):
     """Also what is no Exception; through forward and backward too."""
     pipe = fragile_pipe()
@@ -135,6 +138,125 @@ def test_a_loss_function_that_raises_is_named():
         fragile_pipe().step(torch.randn(M, 3), torch.randn(M, 3), loss_fn)
     assert "while running F(3,0)" in raised.value.__notes__[0]
     assert "in the loss function" in raised.value.__notes__[0]
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818 - nobody's error: it is ordered
+    """Takes no notes, nor a traceback from Python code."""
+
+    code: int
+
+
+@dataclass
+class Box:
+    """Not registered with torch, so no one may look for tensors in it."""
+
+    content: object = None
+
+
+def test_an_exception_that_takes_no_notes_still_wakes_everyone():
+    """And one of which nothing can be told, since the batch was broken on the way."""
+
+    class Raises(nn.Module):
+        def forward(self, pair):
+            pair[1].content = pair[0]
+            raise ERRORS[0]
+
+    for error, kind in ((Frozen(3), (Frozen, FrozenInstanceError)), (Failure("broken"), Failure)):
+        ERRORS[0] = error
+        pipe = GPipe(nn.Sequential(nn.Identity(), Raises(), nn.Identity()), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+        with pytest.raises(kind):
+            pipe((torch.randn(4, 2), Box()))
+
+
+ERRORS: list[Exception] = [Failure()]
+
+
+@pytest.mark.parametrize("balance", [[1, 1], [2]])
+def test_a_pipe_that_calls_itself_is_told_so(balance):
+    """Its workers would wait for themselves; another pipe may be called from a stage."""
+    inner = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), balance, devices=["cpu"] * len(balance), chunks=2)
+    x = torch.randn(4, 3)
+    assert torch.isfinite(pipe.step(x, x, lambda o, t: (o - inner(t).detach()).pow(2).mean()).loss)
+    if len(balance) == 1:  # no workers, no waiting
+        assert torch.isfinite(pipe.step(x, x, lambda o, t: (o - pipe(t).detach()).pow(2).mean()).loss)
+        return
+    with pytest.raises(RuntimeError, match="called the pipeline that it is running in"):
+        pipe.step(x, x, lambda o, t: (o - pipe(t)).pow(2).mean())
+    pipe(x).sum().backward()
+
+
+def test_a_failure_stops_the_others_before_their_next_task():
+    """Though their inputs have arrived already."""
+    first_failed, ran = threading.Event(), []
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            ran.append(1)
+            assert first_failed.wait(30)
+            return x
+
+    class FailsAtLast(nn.Module):
+        def forward(self, x):
+            if x[0, 0] == M - 1:
+                raise Failure("after all others have left")
+            return x
+
+    pipe = GPipe(nn.Sequential(FailsAtLast(), Slow()), [1, 1], devices=["cpu"] * 2, chunks=M)
+    x = torch.arange(M, dtype=torch.float32)[:, None].expand(M, 3)
+    original = Mailboxes.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailboxes, "close", lambda mail: (original(mail), first_failed.set()))
+        with pytest.raises(Failure):
+            pipe(x)
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "parameter"])
+def test_a_hook_that_raises_reaches_the_caller(phase):
+    """Whatever it hangs on."""
+
+    def hook(*_):
+        raise Failure("in a hook")
+
+    pipe = fragile_pipe()
+    if phase == "forward":
+        pipe[1].register_forward_hook(hook)
+    elif phase == "backward":
+        pipe[1].register_full_backward_hook(hook)
+    else:
+        pipe[1].linear.weight.register_hook(hook)
+    with pytest.raises(Failure, match="in a hook"):
+        pipe(torch.randn(M, 3)).sum().backward()
+    with pytest.raises(Failure, match="in a hook"):
+        pipe.step(torch.randn(M, 3), torch.randn(M, 3), functional.mse_loss)
+    assert pipe[1].linear.weight._backward_hooks or phase != "parameter"
+
+
+def test_out_of_memory_says_which_stage_and_what_helps():
+    """Torch's own error, with a note."""
+    pipe = fragile_pipe()
+    pipe[2].arm(Phase.FORWARD, 1, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        pipe(torch.randn(M, 3))
+    place, help_ = raised.value.__notes__
+    assert "stage 2" in place
+    assert (
+        'stage 2 holds 1 layer(s) and its part of 6 micro-batches: what helps is more chunks, checkpoint="always"'
+        in help_
+    )
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    """A loss, an output and a gradient that are NaN arrive as they are."""
+    pipe = fragile_pipe()
+    x = torch.randn(M, 3)
+    x[2, 1] = torch.nan
+    result = pipe.step(x, torch.zeros(M, 3), functional.mse_loss, keep_outputs=True)
+    assert result.loss.isnan()
+    assert result.outputs.isnan().any(1).tolist() == [False, False, True, False, False, False]
+    assert pipe[0].linear.weight.grad.isnan().any()
 
 
 def test_a_failed_step_frees_its_activations():
@@ -317,6 +439,49 @@ def test_ctrl_c_stops_a_step_and_the_pipe_works_again():
         interrupt=True,
     )
     assert (code, out) == (0, "interrupted\n8.0\n"), err
+
+
+@pytest.mark.notebook
+def test_interrupting_a_notebook_cell_stops_the_stages_and_the_next_cell_works():
+    """A real kernel, interrupted as the stop button does."""
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        setup = """
+            import threading, torch
+            from torch import nn
+            from gpipe_lite import GPipe
+            class Slow(nn.Module):
+                slow = True
+                def forward(self, x):
+                    if self.slow:
+                        print("working", flush=True)
+                        threading.Event().wait(0.5)
+                    return x * 2
+            pipe = GPipe(nn.Sequential(Slow(), Slow()), [1, 1], devices=["cpu"] * 2, chunks=100)
+            x = torch.ones(100, 1)
+        """
+
+        def execute(code, interrupt=False):
+            """Run a cell; return what became of it, and its text."""
+            text = []
+
+            def note(message):
+                if message["msg_type"] == "stream":
+                    text.append(message["content"]["text"])
+                    if interrupt and len(text) == 1:
+                        manager.interrupt_kernel()
+
+            reply = client.execute_interactive(textwrap.dedent(code), timeout=100, output_hook=note)["content"]
+            return reply.get("ename", reply["status"]), "".join(text)
+
+        assert execute(setup) == ("ok", "")
+        assert execute("pipe(x)", interrupt=True)[0] == "KeyboardInterrupt"
+        assert execute("Slow.slow = False; print(float(pipe(x).sum()))") == ("ok", "400.0\n")
+        workers = "print(sum(thread.name.startswith('gpipe-') for thread in threading.enumerate()))"
+        assert execute(workers) == ("ok", "2\n")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 def test_idle_threads_do_not_keep_the_interpreter_alive():
