@@ -14,7 +14,6 @@ thread it must not: the stages need that thread for their backward passes.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ class BackwardHalf:
         self._run: Run | None = run
         self._part = part
         self._sizes = list(sizes)
-        self._recomputes = any(task.phase is Phase.RECOMPUTE for task in part.tasks())
 
     def execute(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Any], *, retain_graph: bool
@@ -72,7 +70,7 @@ class BackwardHalf:
             for m in range(len(self._sizes))
         }
         try:
-            with run.as_in_forward() if self._recomputes else nullcontext():
+            with run.as_in_forward():
                 results = run.execute(self._part, given, retain_graph=retain_graph)
         except BaseException:
             self._run = None  # the stages have dropped everything

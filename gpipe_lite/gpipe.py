@@ -87,6 +87,7 @@ class GPipe(nn.Module):
     Raises:
         TypeError: if the module is not an ``nn.Sequential``, or an argument has the wrong type.
         ValueError: if the numbers do not fit together; the message shows them.
+        IndexError: if there are fewer devices than partitions.
     """
 
     def __init__(
@@ -192,6 +193,8 @@ class GPipe(nn.Module):
                 "loss inside: call pipe.step(x, y, loss_fn), or use schedule='gpipe' with loss.backward()"
             )
         run = self._new_run(plan)
+        if grad and plan.recomputes:
+            run.remember_layers()
         results = run.execute(plan.forward, {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)})
         outputs = [results[Task(Phase.FORWARD, len(self.balance) - 1, m)] for m in range(len(micro_batches))]
         with torch.no_grad():
@@ -296,7 +299,9 @@ class GPipe(nn.Module):
             is_last = k + 1 == len(self.balance)
             stages.append(Stage(k, layers, first_layer, device, settings, head if is_last else None))
             first_layer += len(layers)
-        stages[-1].parameters += [parameter for parameter in parameters_of_head if parameter.requires_grad]
+        for parameter in parameters_of_head:
+            if parameter.requires_grad:
+                stages[-1].gradients.cover(parameter)
         run = Run(plan.whole, self._routes, stages, self.devices, self._get_workers())
         self._timeline = run.timeline
         return run
@@ -356,6 +361,7 @@ class _Plan:
         self.forward = whole.only(Phase.FORWARD)
         self.backward = whole.only(Phase.RECOMPUTE, Phase.BACKWARD)
         rows = zip(whole.device_tasks, self.forward.device_tasks, strict=True)
+        self.recomputes = any(task.phase is Phase.RECOMPUTE for task in whole.tasks())
         self.flushes = all(row[: len(forward)] == forward for row, forward in rows)
 
 
@@ -386,7 +392,7 @@ def _place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device] 
     if devices is None:
         devices = _cuda_devices() or [torch.device("cpu")] * len(partitions)
     if len(devices) < len(partitions):
-        raise ValueError(
+        raise IndexError(  # as torchgpipe and fairscale do
             f"{len(partitions)} partitions need as many devices, not {len(devices)}: give more devices (one may stand "
             f'several times, as in ["cpu"] * {len(partitions)}), or a balance with {len(devices)} entries'
         )

@@ -83,8 +83,10 @@ class Layers:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self.parameters = list(dict.fromkeys(parameter for _, _, parameter in self._parameters))
-        self._version = version(self.parameters)
+        self._version = self._written()
+
+    def _written(self) -> int:
+        return version(parameter for _, _, parameter in self._parameters)
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
@@ -93,7 +95,7 @@ class Layers:
         Raises:
             RuntimeError: if a parameter was written to.
         """
-        if version(self.parameters) != self._version:
+        if self._written() != self._version:
             raise RuntimeError(
                 "a parameter was modified in place between forward and backward, so that nothing can be recomputed: "
                 'let optimizer.step() follow backward(), or use checkpoint="never"'

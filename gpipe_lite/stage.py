@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, statistics_left_alone
+from gpipe_lite.gradients import GradientSums
 from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
 from gpipe_lite.skip import Kept, Pop, Port, Routes, Skip, Stash, carried, left_over
-from gpipe_lite.snapshot import Buffers, Copies, Layers, version
+from gpipe_lite.snapshot import Buffers, Copies, version
 from gpipe_lite.trace import PHASE_NAMES
 
 Head = Callable[[int, Any], Any]
@@ -77,6 +78,10 @@ class Flat:
     @classmethod
     def of(cls, values: Values) -> "Flat":
         """Take values apart."""
+        if len(values) == 1:
+            ((port, value),) = values.items()
+            leaves, spec = flatten(value)
+            return cls(leaves, [(port, spec, len(leaves))])
         flat = cls([], [])
         for port, value in values.items():
             leaves, spec = flatten(value)
@@ -86,6 +91,8 @@ class Flat:
 
     def cut(self, leaves: Sequence[Any]) -> dict[Port, Sequence[Any]]:
         """Cut a list of as many leaves into one for each port."""
+        if len(self.groups) == 1:
+            return {self.groups[0][0]: leaves}
         parts, start = {}, 0
         for port, _, length in self.groups:
             parts[port] = leaves[start : start + length]
@@ -136,9 +143,10 @@ class Stage:
         self._first_layer = first_layer
         self._settings = settings
         self._head = head
-        modules = [module for _, layer in layers for module in layer.modules()]
-        self.as_in_forward = Layers(modules)
-        self.parameters = [parameter for parameter in self.as_in_forward.parameters if parameter.requires_grad]
+        self.modules = modules = [module for _, layer in layers for module in layer.modules()]
+        self.gradients = GradientSums(
+            {id(p): p for _, layer in layers for p in layer.parameters() if p.requires_grad}.values()
+        )
         quiet = head is None and never_draws(modules)
         self._stream = None if quiet else Stream(settings.seed, device)
         self._skips = any(isinstance(module, Stash | Pop) for module in modules)
@@ -149,7 +157,6 @@ class Stage:
         self._num_forwards = self._num_backwards = 0
         self._is_reached = False  # whether any gradient came to something that requires grad
         self._saved: dict[int, Saved] = {}
-        self._gradients: dict[nn.Parameter, tuple[Tensor, bool]] = {}  # sums, and whether they are nobody else's
         self.at = ""  # the layer at work, for errors
 
     def run(self, task: Task, received: Values) -> Values:
@@ -174,15 +181,10 @@ class Stage:
             case Phase.BACKWARD:
                 return self._backward(task.micro_batch, received)
 
-    def take_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Hand over the sums of the parameters' gradients."""
-        gradients, self._gradients = self._gradients, {}
-        return {parameter: total for parameter, (total, _) in gradients.items()}
-
     def forget(self) -> None:
         """Drop all that is remembered."""
         self._saved.clear()
-        self._gradients.clear()
+        self.gradients.clear()
 
     def _forward(self, micro_batch: int, received: Values) -> Values:
         schedule, keep = self._settings.schedule, torch.is_grad_enabled()
@@ -240,33 +242,22 @@ class Stage:
             roots, seeds = zip(*pairs, strict=True)
             self._check_graph(roots, wanted)
             found = list(
-                torch.autograd.grad(roots, [*wanted, *self.parameters], seeds, self.retain_graph, allow_unused=True)
+                torch.autograd.grad(
+                    roots, [*wanted, *self.gradients.parameters], seeds, self.retain_graph, allow_unused=True
+                )
             )
-            for parameter, gradient in zip(self.parameters, found[len(wanted) :], strict=True):
-                if gradient is not None:
-                    self._add(parameter, gradient)
+            self.gradients.add(found[len(wanted) :])
         of_leaves = iter(found)
         return inputs.cut(
             [next(of_leaves) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in inputs.leaves]
         )
-
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the parameter's gradient. What autograd returned may be two parameters', so it is not written to."""
-        if parameter not in self._gradients:
-            self._gradients[parameter] = gradient, False
-            return
-        total, own = self._gradients[parameter]
-        if own and not total.is_sparse:
-            total.add_(gradient)
-        else:
-            self._gradients[parameter] = add_gradients(total, gradient), True
 
     def _check_graph(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         """Refuse tensors from outside the model: their gradients would be lost. One look a stage is enough."""
         graph = self.index, self._head is not None
         if graph in self._settings.sound:
             return
-        known = {id(tensor) for tensor in (*wanted, *self.parameters)}
+        known = {id(tensor) for tensor in (*wanted, *self.gradients.parameters)}
         for tensor in _ends(roots):
             if id(tensor) not in known:
                 raise RuntimeError(
@@ -324,11 +315,6 @@ class Stage:
                 "a stage's input is a leaf of its graph, and a layer writes into it: let it write elsewhere "
                 "(inplace=False), or choose a balance that does not put it first on its stage"
             )
-
-
-def add_gradients(one: Tensor, other: Tensor) -> Tensor:
-    """The sum, as a new tensor; embeddings may have sparse gradients."""
-    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def _cut(leaf: Any) -> Any:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_lite import transfer
+from gpipe_lite.gradients import merged
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
 from gpipe_lite.schedule import Schedule, Task
 from gpipe_lite.skip import Port, Routes
-from gpipe_lite.stage import Stage, Values, add_gradients
+from gpipe_lite.snapshot import Layers
+from gpipe_lite.stage import Stage, Values
 
 Job = Callable[[], None]
 
@@ -289,20 +291,25 @@ class Run:
         workers: Workers | None,
     ) -> None:
         self.schedule = schedule
-        self.parameters = list(dict.fromkeys(parameter for stage in stages for parameter in stage.parameters))
+        self.parameters = list({id(p): p for stage in stages for p in stage.gradients.parameters}.values())
         self.timeline = Timeline(schedule.name, tuple(Log(device) for device in devices))
         self._routes = routes
         self._stages = stages
         self._devices = devices
         self._workers = workers
         self._ambient = Ambient.of_caller(devices)  # of forward: in backward() autograd has grad mode off
+        self._as_in_forward: list[Layers] = []
+
+    def remember_layers(self) -> None:
+        """Note the layers' modes and parameters, for recomputations in a later part."""
+        self._as_in_forward = [Layers(stage.modules) for stage in self._stages]
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Let recomputations find the layers as the forward half found them, whatever happened since."""
+        """Let recomputations find the layers as they were when they were remembered, whatever happened since."""
         with ExitStack() as stack:
-            for stage in self._stages:
-                stack.enter_context(stage.as_in_forward.as_they_were())
+            for layers in self._as_in_forward:
+                stack.enter_context(layers.as_they_were())
             yield
 
     def execute(self, part: Schedule, inputs: Mapping[Task, Any], *, retain_graph: bool = False) -> dict[Task, Any]:
@@ -346,12 +353,7 @@ class Run:
 
     def take_gradients(self) -> list[Tensor | None]:
         """Hand over the gradients of :attr:`parameters`. Those that stages share are summed in the stages' order."""
-        totals: dict[nn.Parameter, Tensor] = {}
-        for stage in self._stages:
-            for parameter, gradient in stage.take_gradients().items():
-                before = totals.get(parameter)
-                totals[parameter] = gradient if before is None else add_gradients(before, gradient)
-        return [totals.get(parameter) for parameter in self.parameters]
+        return merged((stage.gradients for stage in self._stages), self.parameters)
 
 
 @contextmanager

@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             balance = best_balance(layer_costs(work.model, "time", sample=micro_batch), len(devices))
         check_file(options)
         pipe = GPipe(work.model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint,
-                     schedule=options.schedule)  # fmt: skip
+                     schedule=options.schedule, deferred_batch_norm=True)  # fmt: skip
         optimizer = _optimizer(pipe, options)
         step = _resume(pipe, optimizer, options) if options.resume else 0
         num_parameters = sum(parameter_counts(pipe))

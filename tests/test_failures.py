@@ -189,17 +189,19 @@ def test_a_pipe_that_calls_itself_is_told_so(balance):
 
 def test_a_failure_stops_the_others_before_their_next_task():
     """Though their inputs have arrived already."""
-    first_failed, ran = threading.Event(), []
+    started, first_failed, ran = threading.Event(), threading.Event(), []
 
     class Slow(nn.Module):
         def forward(self, x):
             ran.append(1)
+            started.set()
             assert first_failed.wait(30)
             return x
 
     class FailsAtLast(nn.Module):
         def forward(self, x):
             if x[0, 0] == M - 1:
+                assert started.wait(30)
                 raise Failure("after all others have left")
             return x
 
@@ -512,7 +514,7 @@ BAD_ARGUMENTS = {
     "devices=str": (dict(devices="cpu"), TypeError, r"\['cpu'\] \* K"),
     "balance sum": (dict(balance=[1, 1]), ValueError, r"\[1, 1\] covers 2 layers.*has 3"),
     "empty stage": (dict(balance=[3, 0]), ValueError, "0"),
-    "too few devices": (dict(balance=[1, 1, 1], devices=["cpu"]), ValueError, "3 partitions need.*not 1"),
+    "too few devices": (dict(balance=[1, 1, 1], devices=["cpu"]), IndexError, "3 partitions need.*not 1"),
     "unknown device": (dict(balance=[3], devices=["gpu"]), ValueError, "gpu"),
     "no such device": (dict(balance=[3], devices=["cuda:99"]), ValueError, "cuda:99"),
 }

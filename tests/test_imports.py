@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gpipe_lite"
 
 # The picture. Each room: the rooms that it may import. A folder is one room; __init__ is the door to all.
 TIME = "schedule trace simulate"
-PIECES = "microbatch randomness loss transfer batchnorm snapshot skip balance profiling partition"
+PIECES = "microbatch randomness loss transfer batchnorm snapshot gradients skip balance profiling partition"
 HOUSE = {
     # time, without torch
     "schedule": "",
@@ -26,13 +26,14 @@ HOUSE = {
     "transfer": "microbatch",
     "batchnorm": "",
     "snapshot": "",
+    "gradients": "",
     "profiling": "microbatch balance",
     "partition": "microbatch balance",
     "skip": "schedule microbatch snapshot",
     # what runs a schedule
-    "stage": "schedule trace microbatch randomness batchnorm snapshot skip",
+    "stage": "schedule trace microbatch randomness batchnorm snapshot gradients skip",
     "runtime": "schedule trace microbatch transfer stage",
-    "threads": "schedule microbatch transfer skip stage runtime",
+    "threads": "schedule microbatch transfer snapshot gradients skip stage runtime",
     "distributed": f"{TIME} {PIECES} stage runtime",
     "connect": "schedule microbatch threads",
     "gpipe": f"{TIME} {PIECES} stage runtime threads connect",
@@ -44,7 +45,9 @@ HOUSE = {
     # what stands on the engine
     "models": "skip batchnorm",
     "data": "",
-    "verify": f"{TIME} microbatch partition gpipe distributed",
+    "compare": "microbatch",
+    "lint": "compare microbatch partition randomness gpipe",
+    "verify": "compare lint loss microbatch partition",
     "options": "",
     "train": f"{TIME} balance profiling gpipe distributed saving data models options",
 }
@@ -52,7 +55,7 @@ ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 
 TORCH_FREE = {"schedule", "trace", "simulate", "balance"}
 RUNS = set(f"{TIME} {PIECES} stage runtime threads distributed connect gpipe saving".split())
-READERS = {"plot", "explore", "lab", "data", "train", "verify"}
+READERS = {"plot", "explore", "lab", "data", "train", "compare", "lint", "verify"}
 
 
 def room_of(file: Path) -> str:

@@ -17,7 +17,7 @@ from gpipe_lite.saving import CheckpointError, load, save
 def new(balance=(2, 2), seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
-    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2)
+    pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=True)
     return pipe, torch.optim.Adam(pipe.parameters(), lr=0.1)
 
 

@@ -1,0 +1,75 @@
+"""The parameters' gradients, summed over the micro-batches.
+
+Autograd hands out a gradient for each micro-batch, and may hand the same tensor to two parameters. So the first is kept
+as it is, the second makes a new tensor, and the following are added to that in place.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientSums:
+    """The sums of one stage.
+
+    Args:
+        parameters: whose gradients; those that require grad.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.clear()
+
+    def cover(self, parameter: nn.Parameter) -> None:
+        """Take a further parameter in, before anything is added."""
+        if all(parameter is not known for known in self.parameters):
+            self.parameters.append(parameter)
+            self.clear()
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._own = [False] * len(self.parameters)  # whether a sum is a tensor that nobody else has
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add a micro-batch's gradients, one a parameter, None for those that have none."""
+        totals, addends = [], []
+        for i, gradient in enumerate(gradients):
+            total = self._sums[i]
+            if gradient is None:
+                continue
+            if total is None:
+                self._sums[i] = gradient
+            elif self._own[i] and not total.is_sparse:
+                totals.append(total)
+                addends.append(gradient)
+            else:
+                self._sums[i], self._own[i] = _sum(total, gradient), True
+        if totals:
+            torch._foreach_add_(totals, addends)
+
+    def take(self) -> dict[int, Tensor]:
+        """Hand over the sums, by the parameters' ids, and start anew."""
+        sums = {id(p): total for p, total in zip(self.parameters, self._sums, strict=True) if total is not None}
+        self.clear()
+        return sums
+
+
+def merged(stages: Iterable[GradientSums], parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """Take the stages' sums. Those of a parameter that stages share are added in the stages' order.
+
+    Args:
+        stages: their sums, taken.
+        parameters: in which order the result is.
+    """
+    totals: dict[int, Tensor] = {}
+    for sums in stages:
+        for key, gradient in sums.take().items():
+            totals[key] = _sum(totals[key], gradient) if key in totals else gradient
+    return [totals.get(id(parameter)) for parameter in parameters]
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """The sum, as a new tensor; embeddings may have sparse gradients."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
