@@ -516,6 +516,9 @@ BAD_ARGUMENTS = {
     "empty stage": (dict(balance=[3, 0]), ValueError, "0"),
     "too few devices": (dict(balance=[1, 1, 1], devices=["cpu"]), IndexError, "3 partitions need.*not 1"),
     "unknown device": (dict(balance=[3], devices=["gpu"]), ValueError, "gpu"),
+    "devices=3.5": (dict(devices=3.5), TypeError, r"names one device a partition: write \[3.5\] \* K"),
+    "device=1.5": (dict(devices=[1.5, "cpu"]), ValueError, "device '1.5' cannot be used here"),
+    "device=None": (dict(devices=[None, None]), ValueError, "None is no device"),
     "no such device": (dict(balance=[3], devices=["cuda:99"]), ValueError, "cuda:99"),
 }
 
@@ -555,6 +558,18 @@ def test_targets_that_do_not_fit_the_batch_are_refused():
         pipe.step(torch.randn(4, 3), torch.randn(4, 3), lambda output, target: output - target)
     with pytest.raises(ValueError, match="reduction='none'"):
         pipe.step(torch.randn(4, 3), torch.randn(4, 3), nn.MSELoss(reduction="none"))
+    for target, kind, message in [
+        (None, TypeError, "the target needs at least 1"),
+        (torch.ones(()), ValueError, "target is"),
+    ]:
+        with pytest.raises(kind, match=message):
+            pipe.step(torch.randn(4, 3), target, functional.mse_loss)
+    with pytest.raises(ValueError, match=r"the target requires grad.*detach\(\) it"):
+        pipe.step(torch.randn(4, 3), torch.randn(4, 3, requires_grad=True), functional.mse_loss)
+    with pytest.raises(ValueError, match="returned float; step"):
+        pipe.step(torch.randn(4, 3), torch.randn(4, 3), lambda output, target: 1.0)
+    with pytest.raises(ValueError, match=r"returned torch.int64 of shape \(\)"):
+        pipe.step(torch.randn(4, 3), torch.randn(4, 3), lambda output, target: output.argmax())
 
 
 def test_a_layer_named_like_an_attribute_of_gpipe_is_refused():

@@ -364,6 +364,42 @@ def test_masked_and_summed_losses_equal_the_whole_batchs():
             close(gradients(pipe), gradients(plain))
 
 
+def test_a_micro_batch_of_which_nothing_counts_takes_no_part():
+    """Its own loss is 0/0, and would make every gradient NaN; the whole batch's is finite."""
+
+    def masked(output, target):
+        counts = (target >= 0).double()
+        each = functional.cross_entropy(output, target.clamp(min=0), reduction="none")
+        return (each * counts).sum() / counts.sum()
+
+    plain = model().double()
+    x, y = torch.randn(8, 3).double(), torch.randint(2, (8,))
+    y[2:4] = -1
+    masked(plain(x), y).backward()
+    for schedule in BY_NAME:
+        pipe = GPipe(copy.deepcopy(plain), [4, 4], devices=["cpu"] * 2, chunks=4, schedule=schedule)
+        pipe.zero_grad()
+        pipe.step(x, y, masked, weight=lambda target: (target >= 0).sum())
+        close(gradients(pipe), gradients(plain))
+
+
+def test_targets_may_be_nested():
+    """Tensors are cut, all else is handed to every micro-batch; a loss may use any of it."""
+    plain = model().double()
+    pipe = GPipe(copy.deepcopy(plain), [4, 4], devices=["cpu"] * 2, chunks=3)
+    x = torch.randn(7, 3).double()
+    y = {"value": torch.randn(7, 2).double(), "weights": [torch.rand(7, 1).double(), 0.5], "note": None}
+
+    def loss_fn(output, target):
+        (weights, factor), note = target["weights"], target["note"]
+        assert note is None
+        return factor * (weights * (output - target["value"]).pow(2)).mean()
+
+    loss_fn(plain(x), y).backward()
+    pipe.step(x, y, loss_fn)
+    close(gradients(pipe), gradients(plain))
+
+
 def test_a_loss_says_what_it_averages_over():
     """An opaque function with a mask takes ``weight``."""
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).double()
