@@ -82,8 +82,8 @@ class Trace:
     @property
     def bubble_fraction(self) -> float:
         """Idle device-time ÷ (devices × makespan), 0 to 1."""
-        busy = sum(map(self.utilisation, range(self.num_devices)))
-        return 1 - busy / self.num_devices if self.makespan else 0.0
+        total = self.num_devices * self.makespan
+        return (total - sum(map(self.busy, range(self.num_devices)))) / total if total else 0.0
 
     @property
     def schedule(self) -> Schedule:

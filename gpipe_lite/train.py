@@ -278,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"done: {options.epochs} epochs in {perf_counter() - start:.0f} s; {quality(pipe, work, options.batch_size)}")
+    epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs} epochs"
+    print(f"done: {epochs} in {perf_counter() - start:.0f} s; {quality(pipe, work, options.batch_size)}")
     return 0
 
 

@@ -121,6 +121,12 @@ def test_the_sentence_of_a_trace_states_its_figures():
     )
 
 
+@pytest.mark.parametrize(("k", "m"), [(4, 27), (2, 9), (3, 18), (7, 54)])
+def test_a_bubble_of_whole_steps_is_rounded_once(k, m):
+    """So that a tenth is a tenth, not a little less."""
+    assert simulate(gpipe(k, m)).bubble_fraction == 0.1
+
+
 @pytest.mark.parametrize("events", [(), (Event(Task(F, 0, 0), 0, 2.0, 2.0),)])
 def test_a_trace_that_takes_no_time_has_no_bubble(events):
     """Neither an empty one nor one whose tasks the clock could not tell apart."""
