@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_lite import GPipe
+from gpipe_lite import GPipe, Pop, Stash
 from gpipe_lite.schedule import BY_NAME, Phase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]  # a deadlock of autograd's device threads becomes a failure
@@ -134,3 +134,39 @@ def test_memory_is_given_back_after_a_step():
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert len(set(allocated[1:])) == 1
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_skips_and_deferred_statistics_cross_devices(devices, checkpoint):
+    """A tensor is stashed on the first device and popped on the last; BatchNorm follows the mini-batch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), Stash("a"), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 8),
+                          nn.Tanh(), Pop("a", torch.add), nn.Linear(8, 4)).double()  # fmt: skip
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 2, 2], devices=devices, chunks=4, checkpoint=checkpoint,
+                 deferred_batch_norm=True)  # fmt: skip
+    x, y = torch.randn(10, 6).double(), torch.randn(10, 4).double()
+    plain[2](plain[0](x))  # its statistics follow the mini-batch
+    statistics = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        (functional.mse_loss(plain(part), target) * (len(part) / 10)).backward()
+    pipe.step(x, y, functional.mse_loss)
+    for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
+        same_on_cpu(a.grad, b.grad)
+    for name, buffer in pipe.named_buffers():
+        same_on_cpu(buffer, statistics[name])
+
+
+@pytest.mark.parametrize("devices", PLACES)
+def test_gradients_reach_autograd_once_from_every_device(devices):
+    """Hooks on parameters fire once, and ``torch.autograd.grad`` adds nothing to ``.grad``."""
+    pipe = GPipe(model().double(), [2, 2, 2, 2], devices=devices, chunks=4, checkpoint="always")
+    x = torch.randn(10, 6).double().requires_grad_()
+    fired = []
+    for parameter in pipe.parameters():
+        parameter.register_hook(lambda gradient: fired.append(gradient.device))
+    loss = pipe(x).pow(2).mean()
+    torch.autograd.grad(loss, [x], retain_graph=True)
+    assert fired == []
+    loss.backward()
+    assert sorted(map(str, fired)) == sorted(str(parameter.device) for parameter in pipe.parameters())
