@@ -23,18 +23,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
 from gpipe_lite.connect import BackwardHalf, connect, deliver, input_gradients, that_require_grad
-from gpipe_lite.loss import LossFn, Weight, micro_batch_weights
+from gpipe_lite.loss import LossFn, LossHead, Weight, micro_batch_weights
 from gpipe_lite.partition import check_model, partition, shared_parameters
+from gpipe_lite.plan import Plan, ScheduleLike, check_name, make
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
 from gpipe_lite.runtime import Timeline
-from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, Task
+from gpipe_lite.schedule import Checkpoint, Phase, Schedule, Task
 from gpipe_lite.skip import routes
 from gpipe_lite.stage import Head, Settings, Stage
 from gpipe_lite.threads import Run, Workers
 from gpipe_lite.trace import Trace
-
-ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,7 @@ class GPipe(nn.Module):
             raise ValueError(f"chunks must be 1 or more, not {chunks}: it is the number of micro-batches")
         if checkpoint not in get_args(Checkpoint):
             raise ValueError(f"checkpoint must be one of {', '.join(get_args(Checkpoint))}, not {checkpoint!r}")
-        if isinstance(schedule, str) and schedule not in BY_NAME:
-            raise ValueError(
-                f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}"
-            )
-        if not (isinstance(schedule, str | Schedule) or callable(schedule)):
-            raise TypeError(f"schedule must be a name, a Schedule or a function of (K, M), not {schedule!r}")
+        check_name(schedule)
         if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
             raise TypeError(f"devices names one device a partition: write [{devices!r}] * K, not {devices!r}")
         self.chunks = index(chunks)
@@ -139,7 +133,7 @@ class GPipe(nn.Module):
         self.training = module.training
         self._workers: Workers | None = None
         self._timeline: Timeline | None = None
-        self._plans: dict[tuple[int, Checkpoint], _Plan] = {}
+        self._plans: dict[tuple[int, Checkpoint], Plan] = {}
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -244,18 +238,8 @@ class GPipe(nn.Module):
         targets = microbatch.split(y, self.chunks)
         sizes = microbatch.sizes(num_samples, len(micro_batches))
         weights = micro_batch_weights(loss_fn, targets, sizes, weight)
-        kept: dict[int, Any] = {}
         last, device = len(self.balance) - 1, self.devices[-1]
-
-        def head(micro_batch: int, output: Any) -> Tensor:
-            if keep_outputs:
-                kept[micro_batch] = microbatch.map_tensors(Tensor.detach, output)
-            loss = loss_fn(output, microbatch.map_tensors(lambda t: t.to(device), targets[micro_batch]))
-            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"the loss function returned {what}; step() needs a floating-point tensor of shape ()")
-            return loss
-
+        head = LossHead(loss_fn, targets, device, {} if keep_outputs else None)
         plan = self._plan_for(len(micro_batches))
         run = self._new_run(plan, head, loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())
         given: dict[Task, Any] = {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)}
@@ -273,7 +257,7 @@ class GPipe(nn.Module):
             losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
             # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
             loss = torch.stack([part for part, share in zip(losses, weights, strict=True) if share]).sum()
-            outputs = microbatch.merge([kept[m] for m in range(len(weights))]) if keep_outputs else None
+            outputs = microbatch.merge([head.kept[m] for m in range(len(weights))]) if head.kept is not None else None
         return StepResult(loss, outputs, run.timeline)
 
     def schedule_for(self, num_micro_batches: int) -> Schedule:
@@ -285,13 +269,13 @@ class GPipe(nn.Module):
         """
         return self._plan_for(num_micro_batches).whole
 
-    def _plan_for(self, num_micro_batches: int) -> "_Plan":
+    def _plan_for(self, num_micro_batches: int) -> Plan:
         key = (num_micro_batches, self.checkpoint)
         if key not in self._plans:
-            self._plans[key] = _Plan(_make(self._schedule, len(self.balance), num_micro_batches, self.checkpoint))
+            self._plans[key] = make(self._schedule, len(self.balance), num_micro_batches, self.checkpoint)
         return self._plans[key]
 
-    def _new_run(self, plan: "_Plan", head: Head | None = None, parameters_of_head: Iterable[nn.Parameter] = ()) -> Run:
+    def _new_run(self, plan: Plan, head: Head | None = None, parameters_of_head: Iterable[nn.Parameter] = ()) -> Run:
         self._warn_of_batch_norm(plan.whole.num_micro_batches)
         settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self._sound)
         stages, first_layer = [], 0
@@ -351,40 +335,6 @@ class GPipe(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: not the threads, nor the last run."""
         return {**self.__dict__, "_workers": None, "_timeline": None}
-
-
-class _Plan:
-    """A schedule and its halves."""
-
-    def __init__(self, whole: Schedule) -> None:
-        self.whole = whole
-        self.forward = whole.only(Phase.FORWARD)
-        self.backward = whole.only(Phase.RECOMPUTE, Phase.BACKWARD)
-        rows = zip(whole.device_tasks, self.forward.device_tasks, strict=True)
-        self.recomputes = any(task.phase is Phase.RECOMPUTE for task in whole.tasks())
-        self.flushes = all(row[: len(forward)] == forward for row, forward in rows)
-
-
-def _make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, checkpoint: Checkpoint) -> Schedule:
-    """Build a schedule from what the user named, and check that it fits."""
-    if isinstance(schedule, Schedule):
-        found = schedule
-    elif isinstance(schedule, str):
-        found = BY_NAME[schedule](num_stages, num_micro_batches, checkpoint)
-    else:
-        found = schedule(num_stages, num_micro_batches)
-        if not isinstance(found, Schedule):
-            raise TypeError(f"schedule(K={num_stages}, M={num_micro_batches}) returned {found!r}, not a Schedule")
-    found.check()
-    sizes = found.num_stages, found.num_micro_batches, found.num_devices
-    wanted = num_stages, num_micro_batches, num_stages
-    if sizes != wanted:
-        raise ValueError(
-            "schedule {!r} has {} stages, {} micro-batches and {} devices; the pipeline has {}, {} and {}".format(
-                found.name, *sizes, *wanted
-            )
-        )
-    return found
 
 
 def _place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device] | None) -> list[torch.device]:

@@ -1,10 +1,11 @@
-"""What each micro-batch's loss weighs in the mini-batch's.
+"""The loss of a micro-batch, and what it weighs in the mini-batch's.
 
 A loss that averages averages over something: samples, or the tokens that are not masked. The mean of the
 micro-batches' means is the mini-batch's mean only if each is weighted by what it averaged over.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpipe_lite.microbatch import map_tensors
+
 LossFn = Callable[[Any, Any], Tensor]
 Weight = Callable[[Any], float | Tensor]
+
+
+@dataclass(frozen=True)
+class LossHead:
+    """What the last stage does with a micro-batch's output: compute its loss.
+
+    Args:
+        loss_fn: of an output and a target.
+        targets: one a micro-batch.
+        device: where the outputs are, and the targets are brought.
+        kept: where outputs are kept, detached, by micro-batch; None to keep none.
+    """
+
+    loss_fn: LossFn
+    targets: Sequence[Any]
+    device: torch.device
+    kept: dict[int, Any] | None = None
+
+    def __call__(self, micro_batch: int, output: Any) -> Tensor:
+        """The loss of a micro-batch.
+
+        Raises:
+            ValueError: if it is not one number.
+        """
+        if self.kept is not None:
+            self.kept[micro_batch] = map_tensors(Tensor.detach, output)
+        loss = self.loss_fn(output, map_tensors(lambda tensor: tensor.to(self.device), self.targets[micro_batch]))
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+            what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss function returned {what}; step() needs a floating-point tensor of shape ()")
+        return loss
 
 
 def micro_batch_weights(

@@ -36,7 +36,8 @@ HOUSE = {
     "threads": "schedule microbatch transfer snapshot gradients skip stage runtime",
     "distributed": f"{TIME} {PIECES} stage runtime",
     "connect": "schedule microbatch threads",
-    "gpipe": f"{TIME} {PIECES} stage runtime threads connect",
+    "plan": "schedule",
+    "gpipe": f"{TIME} {PIECES} plan stage runtime threads connect",
     "saving": "partition gpipe distributed",
     # what reads schedules and traces
     "plot": TIME,
@@ -54,7 +55,7 @@ HOUSE = {
 ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 
 TORCH_FREE = {"schedule", "trace", "simulate", "balance"}
-RUNS = set(f"{TIME} {PIECES} stage runtime threads distributed connect gpipe saving".split())
+RUNS = set(f"{TIME} {PIECES} plan stage runtime threads distributed connect gpipe saving".split())
 READERS = {"plot", "explore", "lab", "data", "train", "compare", "lint", "verify"}
 
 

@@ -1,0 +1,74 @@
+"""The schedule by which a pipeline runs so many micro-batches, from what the user named."""
+
+from collections.abc import Callable
+
+from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule
+
+ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
+
+
+def check_name(schedule: ScheduleLike) -> None:
+    """Check that a schedule is one, or a function, or a name that we know.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: if nobody knows the name.
+    """
+    if isinstance(schedule, str) and schedule not in BY_NAME:
+        raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}")
+    if not (isinstance(schedule, str | Schedule) or callable(schedule)):
+        raise TypeError(f"schedule must be a name, a Schedule or a function of (K, M), not {schedule!r}")
+
+
+class Plan:
+    """A schedule and its halves.
+
+    Attributes:
+        whole: the schedule.
+        forward: its forward tasks.
+        backward: its other tasks.
+        flushes: whether on each device all forward tasks come first, so that the halves can run one after the other.
+        recomputes: whether it has R tasks.
+    """
+
+    def __init__(self, whole: Schedule) -> None:
+        self.whole = whole
+        self.forward = whole.only(Phase.FORWARD)
+        self.backward = whole.only(Phase.RECOMPUTE, Phase.BACKWARD)
+        rows = zip(whole.device_tasks, self.forward.device_tasks, strict=True)
+        self.recomputes = any(task.phase is Phase.RECOMPUTE for task in whole.tasks())
+        self.flushes = all(row[: len(forward)] == forward for row, forward in rows)
+
+
+def make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, checkpoint: Checkpoint) -> Plan:
+    """Build a schedule from what the user named, and check that it fits.
+
+    Args:
+        schedule: a name, a schedule, or a function of (K, M) that returns one.
+        num_stages: K of the pipeline, a device each.
+        num_micro_batches: M.
+        checkpoint: what schedules that are named recompute.
+
+    Raises:
+        TypeError: if the function returns something else.
+        ValueError: if the schedule is for other numbers of stages, micro-batches or devices.
+        ScheduleError: if it cannot be run.
+    """
+    if isinstance(schedule, Schedule):
+        found = schedule
+    elif isinstance(schedule, str):
+        found = BY_NAME[schedule](num_stages, num_micro_batches, checkpoint)
+    else:
+        found = schedule(num_stages, num_micro_batches)
+        if not isinstance(found, Schedule):
+            raise TypeError(f"schedule(K={num_stages}, M={num_micro_batches}) returned {found!r}, not a Schedule")
+    found.check()
+    sizes = found.num_stages, found.num_micro_batches, found.num_devices
+    wanted = num_stages, num_micro_batches, num_stages
+    if sizes != wanted:
+        raise ValueError(
+            "schedule {!r} has {} stages, {} micro-batches and {} devices; the pipeline has {}, {} and {}".format(
+                found.name, *sizes, *wanted
+            )
+        )
+    return Plan(found)
