@@ -18,10 +18,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.schedule import Phase, Schedule, Task
 from gpipe_lite.threads import Run
+
+
+def check_differentiation(batch: Any) -> None:
+    """Refuse what the stages, which cut the graph, would lose.
+
+    Raises:
+        RuntimeError: inside a transform of ``torch.func``, or if a tensor carries a forward-mode tangent.
+    """
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        raise RuntimeError(
+            f"torch.func's {transform.key().name.lower()} cannot look into a pipeline, whose stages cut the graph: use "
+            "loss.backward() or torch.autograd.grad, or transform the unsplit model"
+        )
+    if forward_ad._current_level < 0:
+        return
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise RuntimeError(
+                "forward-mode tangents cannot pass through a pipeline, whose stages cut the graph: use "
+                "loss.backward() or torch.autograd.grad, or the unsplit model"
+            )
 
 
 class BackwardHalf:

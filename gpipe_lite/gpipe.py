@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
-from gpipe_lite.connect import BackwardHalf, connect, deliver, input_gradients, that_require_grad
+from gpipe_lite.connect import BackwardHalf, check_differentiation, connect, deliver, input_gradients, that_require_grad
 from gpipe_lite.loss import LossFn, LossHead, Weight, micro_batch_weights
 from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.plan import Plan, ScheduleLike, check_name, make
@@ -178,6 +178,7 @@ class GPipe(nn.Module):
         """
         if torch.compiler.is_compiling():  # a compiler has nothing to see here, but it may have compiled the layers
             return torch.compiler.disable(self.forward)(batch)
+        check_differentiation(batch)
         grad = torch.is_grad_enabled()
         micro_batches = microbatch.split(batch, self.chunks)
         plan = self._plan_for(len(micro_batches))
@@ -229,6 +230,7 @@ class GPipe(nn.Module):
         Raises:
             ValueError: if x and y disagree on the batch size, or the loss is not one number.
         """
+        check_differentiation(x)
         num_samples = microbatch.batch_size(x)
         if (num_targets := microbatch.batch_size(y, "target")) != num_samples:
             raise ValueError(f"x has {num_samples} samples and y {num_targets}: each sample needs one target")

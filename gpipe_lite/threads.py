@@ -41,7 +41,7 @@ class Ambient:
     inference: bool
     autocasts: Mapping[str, torch.dtype | None]  # None: no autocast
     autocast_cache: bool
-    saved_tensors_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+    saved_tensors_hooks: "Hooks | None"
     default_device: torch.device
     streams: Mapping[torch.device, torch.cuda.Stream]
 
@@ -54,7 +54,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds},
             torch.is_autocast_cache_enabled(),
-            torch._C._autograd._top_saved_tensors_default_hooks(True),
+            _saved_tensors_hooks(),
             torch.get_default_device(),
             {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"},
         )
@@ -68,6 +68,7 @@ class Ambient:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(_without_saved_tensors_hooks())
             if self.saved_tensors_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             if torch.get_default_device() != self.default_device:
@@ -77,6 +78,33 @@ class Ambient:
                     on, cache = dtype is not None, self.autocast_cache
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cache))
             yield
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def _saved_tensors_hooks() -> Hooks | None:
+    """The hooks on what autograd saves, but torch's own checkpointing of the whole pipe: the stages recompute."""
+    hooks = _top_hooks()
+    return None if hooks and hooks[0].__module__ == "torch.utils.checkpoint" else hooks
+
+
+def _top_hooks() -> Hooks | None:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks  # type: ignore[no-any-return]  # torch annotates that there are always some
+
+
+@contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    aside: list[Hooks] = []
+    while hooks := _top_hooks():
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        aside.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(aside):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 Letter = tuple[Task | None, Port, Any, transfer.Ready]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -113,6 +114,39 @@ def test_gradients_of_gradients_are_refused_in_a_sentence():
     output = pipeline(mlp(), [2, 3])(x)
     with pytest.raises(RuntimeError, match="create_graph=True, and gradients of gradients cannot pass"):
         torch.autograd.grad(output.sum(), [x], create_graph=True)
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3]])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's jvp uses it
+def test_other_ways_to_differentiate_are_refused_in_a_sentence(balance):
+    """Transforms of torch.func and forward mode would lose the graph; Jacobians by rows are right."""
+    pipe, x = pipeline(mlp(), balance), torch.randn(4, 3)
+    for transform in (torch.func.grad(lambda x: pipe(x).sum()), lambda x: torch.func.jvp(pipe, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=r"torch\.func's (grad|jvp) cannot look into a pipeline"):
+            transform(x)
+    with pytest.raises(RuntimeError, match=r"torch\.func's vmap cannot look into"):
+        torch.vmap(pipe)(torch.stack([x, x]))
+    with forward_ad.dual_level():
+        assert pipe(x).shape == (4, 2)
+        dual = forward_ad.make_dual(x, x)
+        for call in (pipe, lambda x: pipe.step(x, torch.zeros(4, 2), functional.mse_loss)):
+            with pytest.raises(RuntimeError, match="forward-mode tangents cannot pass"):
+                call(dual)
+    by_rows = torch.autograd.functional.jacobian(lambda x: pipe(x).sum(0), x)
+    torch.testing.assert_close(by_rows, torch.autograd.functional.jacobian(lambda x: nn.Sequential(*pipe)(x).sum(0), x))
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3]])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_around_a_pipe_gives_the_right_gradients(balance, checkpoint, reentrant):
+    """Though there is nothing for it to save."""
+    plain = mlp().double()
+    pipe = pipeline(copy.deepcopy(plain), balance, checkpoint=checkpoint)
+    x = torch.randn(4, 3).double().requires_grad_()
+    for module in (plain, pipe):
+        torch_checkpoint(module, x, use_reentrant=reentrant).pow(2).sum().backward()
+    assert_same_gradients(plain, pipe)
 
 
 def test_gradients_of_backward_calls_and_steps_add_up():
