@@ -188,9 +188,9 @@ class GPipe(nn.Module):
                 "loss inside: call pipe.step(x, y, loss_fn), or use schedule='gpipe' with loss.backward()"
             )
         run = self._new_run(plan)
+        results = run.execute(plan.forward, {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)})
         if grad and plan.recomputes:
             run.remember_layers()
-        results = run.execute(plan.forward, {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)})
         outputs = [results[Task(Phase.FORWARD, len(self.balance) - 1, m)] for m in range(len(micro_batches))]
         with torch.no_grad():
             merged = microbatch.merge(outputs)

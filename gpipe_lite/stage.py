@@ -236,21 +236,17 @@ class Stage:
                 "the loss does not depend on anything that requires grad: unfreeze a parameter, or call step() under "
                 "torch.no_grad() to evaluate"
             )
-        wanted = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        ends = [*inputs.leaves, *self.gradients.parameters]
+        wanted = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs:
             roots, seeds = zip(*pairs, strict=True)
             self._check_graph(roots, wanted)
-            found = list(
-                torch.autograd.grad(
-                    roots, [*wanted, *self.gradients.parameters], seeds, self.retain_graph, allow_unused=True
-                )
-            )
-            self.gradients.add(found[len(wanted) :])
-        of_leaves = iter(found)
-        return inputs.cut(
-            [next(of_leaves) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in inputs.leaves]
-        )
+            found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
+        of = iter(found)
+        each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in ends]
+        self.gradients.add(each[len(inputs.leaves) :])
+        return inputs.cut(each[: len(inputs.leaves)])
 
     def _check_graph(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         """Refuse tensors from outside the model: their gradients would be lost. One look a stage is enough."""

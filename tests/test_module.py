@@ -484,6 +484,30 @@ def test_weights_that_changed_before_backward_are_refused(checkpoint):
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_layer_frozen_before_backward_gets_no_gradient(checkpoint):
+    """As in plain torch; ``chunks`` and ``checkpoint``, too, count as they were in the forward pass."""
+    plain = mlp().double()
+    pipe = pipeline(copy.deepcopy(plain), [2, 3], checkpoint=checkpoint)
+    x = torch.randn(6, 3).double()
+    for module in (plain, pipe):
+        output = module(x)
+        module[0].requires_grad_(False)
+        pipe.chunks, pipe.checkpoint = 5, "never" if checkpoint == "always" else "always"
+        output.pow(2).sum().backward()
+        assert module[0].weight.grad is None
+        assert module[2].weight.grad is not None
+    assert_same_gradients(plain, pipe)
+
+
+def test_lazy_layers_get_their_shapes_in_the_first_pass():
+    """And are trained from the second on, or the first."""
+    for checkpoint in CHECKPOINTS:
+        pipe = pipeline(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), [2, 1], checkpoint=checkpoint)
+        pipe(torch.randn(6, 3)).sum().backward()
+        assert pipe[0].weight.grad.shape == (4, 3)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_functional_call_gives_gradients_to_the_parameters_it_was_given(checkpoint):
     """Also where they are recomputed, though the pipe has its own back by then."""
     pipe = pipeline(mlp().double(), [2, 3], checkpoint=checkpoint)
