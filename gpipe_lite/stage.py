@@ -242,7 +242,8 @@ class Stage:
         if pairs:
             roots, seeds = zip(*pairs, strict=True)
             self._check_graph(roots, wanted)
-            found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
+            if wanted:  # all that the graph reaches may have been frozen since
+                found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
         of = iter(found)
         each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in ends]
         self.gradients.add(each[len(inputs.leaves) :])
