@@ -42,7 +42,7 @@ train: $(READY) ## train on a pipeline; ARGS=--help lists the options
 
 test: unit nbval ## run all tests, and the notebooks against their committed outputs
 
-unit: $(READY)
+unit: $(READY) ## run all tests but the notebooks
 	-@$(RUN) tools/browser.py
 	$(RUN) -m coverage erase
 	$(RUN) -m coverage run -m pytest $(ARGS)
