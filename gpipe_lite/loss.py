@@ -4,6 +4,7 @@ A loss that averages averages over something: samples, or the tokens that are no
 micro-batches' means is the mini-batch's mean only if each is weighted by what it averaged over.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,8 +70,12 @@ def micro_batch_weights(
         as for the whole mini-batch.
 
     Raises:
-        ValueError: if ``loss_fn`` does not reduce to one number.
+        TypeError: if one of the two is no function.
+        ValueError: if ``loss_fn`` does not reduce to one number, or ``weight`` is none, negative or infinite.
     """
+    for name, given in (("loss_fn", loss_fn), ("weight", weight)):
+        if not (callable(given) or (name == "weight" and given is None)):
+            raise TypeError(f"{name} must be a function, not {given!r}")
     function, options = _options(loss_fn)
     reduction = options.get("reduction", "mean")
     if reduction == "none":
@@ -78,8 +83,8 @@ def micro_batch_weights(
     if reduction == "sum" and weight is None:
         return [1.0] * len(sizes)
     counts = [
-        float(weight(target)) if weight else _averages_over(function, options, target, size)
-        for target, size in zip(targets, sizes, strict=True)
+        _averages_over(function, options, target, size) if weight is None else _said(weight, target, m)
+        for m, (target, size) in enumerate(zip(targets, sizes, strict=True))
     ]
     total = sum(counts)
     return [count / total if total else float("nan") for count in counts]
@@ -97,9 +102,20 @@ def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
     return loss_fn, options
 
 
+def _said(weight: Weight, target: Any, micro_batch: int) -> float:
+    """What the user's function says."""
+    count = weight(target)
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"weight returned a tensor of shape {tuple(count.shape)}, one number is needed: sum() it")
+    if not 0 <= float(count) < math.inf:
+        raise ValueError(f"weight is {float(count)} for micro-batch {micro_batch}: it counts something, so 0 or more")
+    return float(count)
+
+
 def _averages_over(function: Any, options: dict[str, Any], target: Any, size: int) -> float:
-    known = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
-    if function not in known or not isinstance(target, Tensor) or target.is_floating_point():
+    modules, functions = (nn.CrossEntropyLoss, nn.NLLLoss), (functional.cross_entropy, functional.nll_loss)
+    is_known = issubclass(function, modules) if isinstance(function, type) else function in functions
+    if not is_known or not isinstance(target, Tensor) or target.is_floating_point():
         return float(size)
     kept = target != options.get("ignore_index", -100)
     class_weights = options.get("weight")

@@ -31,6 +31,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not (text.isdigit() and int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 − 1")
+    return int(text)
+
+
 def _wholes(text: str) -> list[int]:
     return [_whole(part) for part in text.split(",")]
 
@@ -76,7 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--epochs", type=_whole, default=6, help="default: 6")
     group.add_argument("--batch-size", type=_whole, default=128, help="samples a mini-batch; default: 128")
     group.add_argument("--lr", type=float, help="its peak; default: 0.2 (SGD), or 0.003 (Transformer, Adam)")
-    group.add_argument("--seed", type=int, default=0, help="of the weights, the data's order and dropout; default: 0")
+    group.add_argument("--seed", type=_seed, default=0, help="of the weights, the data's order and dropout; default: 0")
     group = parser.add_argument_group("files")
     group.add_argument("--save", metavar="FILE", help="write a checkpoint there after each epoch, and on Ctrl-C")
     group.add_argument("--save-every", metavar="STEPS", type=_whole, help="write it after so many steps, too")
@@ -107,13 +113,15 @@ def devices_of(options: argparse.Namespace) -> list[str]:
 
 
 def check_file(options: argparse.Namespace) -> None:
-    """Find out now, not after the first epoch, that --save cannot or should not be written."""
+    """Find out now, not after the first epoch, that a file cannot or should not be written."""
     if options.save is not None:
         file = Path(options.save)
         if not file.parent.is_dir():
             raise ValueError(f"--save {file}: there is no folder {file.parent}")
         if file.exists() and not options.resume:
             raise ValueError(f"--save {file} is there already: add --resume to go on with it, or name another file")
+    if options.trace is not None and not Path(options.trace).parent.is_dir():
+        raise ValueError(f"--trace {options.trace}: there is no folder {Path(options.trace).parent}")
 
 
 _FREE = ("stages", "balance", "devices", "checkpoint", "schedule", "epochs", "save", "save_every", "resume", "trace")

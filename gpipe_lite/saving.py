@@ -7,6 +7,7 @@ from it.
 """
 
 import os
+import pickle
 import re
 import warnings
 import zipfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 FORMAT = "gpipe_lite checkpoint 1"
 _PARTS = {"format", "model", "optimizer", "random", "more"}
@@ -23,6 +24,8 @@ _PARTS = {"format", "model", "optimizer", "random", "more"}
 
 class CheckpointError(ValueError):
     """A file that cannot be loaded; the message names it and says what is wrong."""
+
+    reason = ""
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
@@ -49,10 +52,19 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
     new = path.with_name(f".{path.name}.new")
     try:
         with new.open("wb") as file:
-            torch.save(content, file)
+            try:
+                torch.save(content, file)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise CheckpointError(f"{path} cannot keep this ({error}): keep tensors and plain values") from error
             file.flush()
             os.fsync(file.fileno())
-        _read(new)  # what could not be read back must not replace what can
+        try:
+            _read(new)  # what could not be read back must not replace what can
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path} would hold what cannot be read back ({error.reason}): keep tensors, Python's numbers and "
+                "text, and lists and dicts of them"
+            ) from None
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -82,6 +94,8 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         raise CheckpointError(f"{path} is not a whole checkpoint of this version: it has {found!r}, we read {FORMAT!r}")
     if fault := _mismatch(content["model"], model.state_dict()):
         raise CheckpointError(f"{path} is another model's: {fault}")
+    if not isinstance(content["random"], Mapping) or not isinstance(content["random"].get("cpu"), Tensor):
+        raise CheckpointError(f"{path} has no state of torch's random generators: take an earlier one")
     if optimizer is not None:
         kind, state = content["optimizer"]["kind"], content["optimizer"]["state"]
         there, here = ([len(g["params"]) for g in o["param_groups"]] for o in (state, optimizer.state_dict()))
@@ -113,9 +127,11 @@ def _read(path: Path) -> Any:
                 reason = f"it refers to {found[1]}, so that reading it could run code"
             else:
                 reason = str(error) if isinstance(error, zipfile.BadZipFile) else type(error).__name__
-            raise CheckpointError(
+            refused = CheckpointError(
                 f"{path} is damaged, or holds more than tensors and plain values ({reason}): take an earlier one"
-            ) from None
+            )
+            refused.reason = reason
+            raise refused from None
 
 
 def random_state() -> dict[str, Any]:
@@ -137,6 +153,11 @@ def _mismatch(kept: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         if extra := [key for key in one if key not in other]:
             return f"{len(extra)} keys are only in {where}, the first is {extra[0]!r}"
     for key, tensor in kept.items():
-        if tensor.shape != here[key].shape:
-            return f"{key!r} has shape {tuple(tensor.shape)} in the file and {tuple(here[key].shape)} in the model"
+        other = here[key]
+        if not (isinstance(tensor, Tensor) and isinstance(other, Tensor)):  # a layer's extra state
+            continue
+        if tensor.dtype != other.dtype:
+            return f"{key!r} is {tensor.dtype} in the file and {other.dtype} in the model"
+        if tensor.shape != other.shape:
+            return f"{key!r} has shape {tuple(tensor.shape)} in the file and {tuple(other.shape)} in the model"
     return ""

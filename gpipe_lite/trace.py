@@ -5,6 +5,7 @@ fraction, utilisation, live micro-batches) is computed here and nowhere else.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,8 +181,12 @@ class Trace:
                 if row["ph"] == "X"
             )
             other = chrome["otherData"]
-            return cls(events, int(other["num_devices"]), str(other["name"]), str(other["unit"]))
-        except (KeyError, TypeError, ValueError) as error:
+            num_devices = int(other["num_devices"])
+            for event in events:
+                if not (0 <= event.device < num_devices and -math.inf < event.start <= event.end < math.inf):
+                    raise ValueError(f"{event} does not fit on {num_devices} devices")
+            return cls(events, num_devices, str(other["name"]), str(other["unit"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a trace that gpipe_lite wrote: {error!r}; use Trace.save to write one") from error
 
     def save(self, path: str | Path) -> None:
@@ -190,8 +195,15 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read what :meth:`save` wrote."""
-        return cls.from_chrome(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if the file is something else.
+        """
+        try:
+            return cls.from_chrome(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def describe(self) -> str:
         """The trace in one sentence, the text alternative of its picture."""

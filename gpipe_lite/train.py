@@ -227,6 +227,11 @@ def _resume(pipe: GPipe, optimizer: torch.optim.Optimizer, options: argparse.Nam
     if options.save is None:
         raise ValueError("--resume goes on from the file that --save names: give --save FILE too")
     more, config = saving.load(options.save, pipe, optimizer), config_of(options)
+    if missing := {"config", "step"} - more.keys():
+        raise ValueError(
+            f"{options.save} has no {' and no '.join(sorted(missing))}, so no training on this command line wrote it: "
+            "load it with gpipe_lite.saving.load"
+        )
     if changed := [key for key in config if more["config"].get(key) != config[key]]:
         key = changed[0]
         raise ValueError(

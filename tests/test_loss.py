@@ -65,3 +65,30 @@ def test_nothing_to_average_over_is_nan_as_for_the_whole_batch():
     """0/0: not hidden."""
     rows = [torch.tensor([IGNORED]), torch.tensor([IGNORED])]
     assert all(weight != weight for weight in micro_batch_weights(functional.cross_entropy, rows, [1, 1]))
+
+
+def test_subclasses_of_torchs_losses_tell_what_they_ignore():
+    """As their bases do."""
+
+    class Mine(nn.CrossEntropyLoss):
+        pass
+
+    rows = [torch.tensor([0, IGNORED, IGNORED]), torch.tensor([1, 1, 0])]
+    assert micro_batch_weights(Mine(ignore_index=IGNORED), rows, [3, 3]) == [1 / 4, 3 / 4]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "weight", "kind", "message"),
+    [
+        (None, None, TypeError, "loss_fn must be a function, not None"),
+        ("ce", None, TypeError, "loss_fn must be a function, not 'ce'"),
+        (functional.mse_loss, 3, TypeError, "weight must be a function, not 3"),
+        (functional.mse_loss, lambda t: t > 0, ValueError, r"a tensor of shape \(2,\), one number is needed"),
+        (functional.mse_loss, lambda t: -1, ValueError, "weight is -1.0 for micro-batch 0"),
+        (functional.mse_loss, lambda t: float("nan"), ValueError, "weight is nan for micro-batch 0"),
+    ],
+)
+def test_what_is_no_loss_and_no_weight_is_refused(loss_fn, weight, kind, message):
+    """Before anything runs."""
+    with pytest.raises(kind, match=message):
+        micro_batch_weights(loss_fn, [torch.tensor([0, 1])], [2], weight)

@@ -5,6 +5,7 @@ import pickle
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -158,3 +159,49 @@ def test_a_link_stays_a_link(tmp_path):
     save(tmp_path / "link.pt", pipe, optimizer)
     assert (tmp_path / "link.pt").is_symlink()
     assert load(tmp_path / "run.pt", pipe, optimizer) == {}
+
+
+def test_what_cannot_be_written_is_refused_in_a_sentence(tmp_path):
+    """A function of one's own cannot be pickled at all; a number of NumPy's would not be read back."""
+    pipe, optimizer = new()
+    for value in (lambda: 0, np.float64(3)):
+        with pytest.raises(CheckpointError, match=r"run\.pt (cannot keep this|would hold what cannot be read back)"):
+            save(tmp_path / "run.pt", pipe, optimizer, value=value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layers_extra_state_comes_along(tmp_path):
+    """It is no tensor, and has no shape to compare."""
+
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    pipe = GPipe(nn.Sequential(Counting(2, 2)), [1], devices=["cpu"])
+    pipe[0].count = 7
+    save(tmp_path / "run.pt", pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    pipe[0].count = 0
+    load(tmp_path / "run.pt", pipe)
+    assert pipe[0].count == 7
+
+
+@pytest.mark.parametrize("part", ["random", "dtype"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, part):
+    """Not the weights either, if the rest is missing or of another precision."""
+    pipe, optimizer = new()
+    save(tmp_path / "run.pt", pipe, optimizer)
+    other, other_optimizer = new(seed=1)
+    if part == "random":
+        content = torch.load(tmp_path / "run.pt", weights_only=True)
+        torch.save({**content, "random": {}}, tmp_path / "run.pt")
+    else:
+        other.double()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(CheckpointError, match=r"no state of torch's random|'0.weight' is torch.float32 in the file"):
+        load(tmp_path / "run.pt", other, other_optimizer)
+    assert equal(other.state_dict(), before)

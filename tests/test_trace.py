@@ -131,3 +131,24 @@ def test_a_bubble_of_whole_steps_is_rounded_once(k, m):
 def test_a_trace_that_takes_no_time_has_no_bubble(events):
     """Neither an empty one nor one whose tasks the clock could not tell apart."""
     assert Trace(events, 1).bubble_fraction == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("num_devices", -1), ("num_devices", float("inf")), ("tid", 99), ("end", float("nan")), ("start", 1e9)],
+)
+def test_a_trace_with_impossible_numbers_is_refused(place, value):
+    """No event is dropped, and none ends before it starts."""
+    chrome = simulate(gpipe(2, 2)).to_chrome()
+    (row, *_) = [row for row in chrome["traceEvents"] if row["ph"] == "X"]
+    {"num_devices": chrome["otherData"], "tid": row}.get(place, row["args"])[place] = value
+    with pytest.raises(ValueError, match="not a trace that gpipe_lite wrote"):
+        Trace.from_chrome(chrome)
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    """Text that is no JSON, and bytes that are no text."""
+    for content in (b"{", b"\xff\xfe", b"[]"):
+        (tmp_path / "t.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"t\.json: "):
+            Trace.load(tmp_path / "t.json")

@@ -13,7 +13,7 @@ import torch
 from gpipe_lite import train as training
 from gpipe_lite.gpipe import GPipe
 from gpipe_lite.options import parse
-from gpipe_lite.saving import load
+from gpipe_lite.saving import load, save
 from gpipe_lite.trace import Trace
 from gpipe_lite.train import main
 
@@ -118,7 +118,7 @@ def test_an_epoch_prints_one_line_with_its_figures(tmp_path, capsys):
     )
     for word in ("epoch 1/1  loss ", "test loss ", "test accuracy ", "images/s", "bubble "):
         assert word in epoch
-    assert last.startswith("done: 1 epochs in ")
+    assert last.startswith("done: 1 epoch in ")
     assert last.endswith(epoch[epoch.index("test accuracy") :].split("  ")[0])
     assert Trace.load(trace).num_stages == 4
 
@@ -166,6 +166,7 @@ BAD = {
     "stages": (["--stages", "3", "--devices", "cpu,cpu"], "disagree: --stages 3, --devices 2"),
     "no such place": (["--save", "/nowhere/run.pt"], "there is no folder /nowhere"),
     "nothing to resume": (["--resume"], "--resume goes on from the file that --save names"),
+    "no place for a trace": (["--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: there is no folder"),
     "no checkpoint": (["--resume", "--save", "/nowhere/run.pt"], "there is no folder /nowhere"),
 }
 
@@ -185,6 +186,8 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, message, capsys):
         (["--data", "photos"], "'photos' is none of digits, cifar10=PATH"),
         (["--data", "cifar10"], "cifar10 needs a path, as in cifar10=PATH"),
         (["--data", "digits=x"], "digits takes no path"),
+        (["--seed", str(2**64)], "is not a whole number from 0 to"),
+        (["--seed", "-1"], "is not a whole number from 0 to"),
         (["--chunks", "0"], "'0' is not a whole number, 1 or more"),
     ],
 )
@@ -204,6 +207,15 @@ def test_what_the_result_depends_on_cannot_change_when_resumed(tmp_path, capsys)
     assert f"--seed is 5, and {file} was trained with 0" in capsys.readouterr().err
     assert main([*SMALL, "--save", file, "--resume", "--epochs", "1"]) == 1
     assert "the checkpoint has 6 steps, 1 epochs are 3: raise --epochs" in capsys.readouterr().err
+
+
+def test_only_what_this_command_line_saved_is_resumed(tmp_path, capsys):
+    """Another training's checkpoint may fit the model, and says nothing of the options."""
+    work = training.workload(parse(SMALL))
+    pipe = GPipe(work.model, [4, 5], devices=["cpu"] * 2)
+    save(tmp_path / "run.pt", pipe, torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9), step=3)
+    assert main([*SMALL, "--save", str(tmp_path / "run.pt"), "--resume"]) == 1
+    assert "has no config, so no training on this command line wrote it" in capsys.readouterr().err
 
 
 def test_defaults_follow_from_the_model():
