@@ -117,16 +117,3 @@ def page(browser: Any) -> Iterator[Any]:
     yield page
     page.close()
     assert outside == []
-
-
-def run_all_cells(page: Any, address: str) -> None:
-    """Open a notebook, wait for its kernel, run all cells; wait until they have run."""
-    page.goto(address)
-    page.wait_for_function(
-        """() => {
-            const kernel = window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel;
-            return kernel?.connectionStatus === "connected" && kernel.status === "idle";
-        }""",
-        timeout=90_000,
-    )
-    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
