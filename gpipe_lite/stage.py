@@ -307,6 +307,10 @@ class Stage:
                 f"{self._settings.schedule.num_micro_batches} micro-batches: what helps is more chunks, "
                 'checkpoint="always", fewer layers on this stage (balance), or schedule="1f1b" in step()'
             )
+        if "more than 1 value per channel" in str(error):
+            error.add_note(
+                "a micro-batch has too few samples for BatchNorm in training: take fewer chunks, or larger batches"
+            )
         if "leaf Variable that requires grad" in str(error):
             error.add_note(
                 "a stage's input is a leaf of its graph, and a layer writes into it: let it write elsewhere "

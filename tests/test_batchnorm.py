@@ -139,6 +139,14 @@ def test_a_failed_step_changes_no_deferred_statistics():
     assert pipe[0].track_running_stats
 
 
+def test_a_micro_batch_of_one_sample_is_explained():
+    """Torch says what it lacks, and we where it comes from."""
+    pipe = GPipe(nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        pipe(torch.randn(4, 3))
+    assert "take fewer chunks, or larger batches" in raised.value.__notes__[1]
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
 def test_moments_of_parts_add_up_to_those_of_the_whole(sizes, seed):
     """Far from zero too, where differences of large sums would lose all digits."""
