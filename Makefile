@@ -72,6 +72,7 @@ images: $(READY) ## draw the pictures again
 
 bench: $(READY) ## measure speed
 	$(RUN) tests/benchmarks/speed.py $(ARGS)
+	$(RUN) tests/benchmarks/explore.py
 
 clean: ## remove caches and reports; rm -rf .venv starts over
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build *.egg-info

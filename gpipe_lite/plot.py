@@ -117,7 +117,7 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
             raise ValueError(f"{name} has {len(given)} numbers, the trace has {len(stages)} stages: give one for each")
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     ax = figure.subplots()
-    scale, unit = _unit(trace)
+    scale, unit = time_unit(trace)
     peaks = []
     for stage in stages:
         steps: list[tuple[float, float]] = [*trace.live_activations(stage)]
@@ -133,7 +133,7 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
     if stages:
         figure.legend(loc="outside upper right", ncols=4, frameon=False, handlelength=3.2)
     ax.spines[["top", "right"]].set_visible(False)
-    most = ", ".join(f"stage {stage} {_plain(peak, 3)}" for stage, peak in enumerate(peaks))
+    most = ", ".join(f"stage {stage} {plain(peak, 3)}" for stage, peak in enumerate(peaks))
     return Picture(figure, f"What each stage keeps over time, in {what}; at most {most or 'nothing: no stage ran'}.")
 
 
@@ -157,12 +157,12 @@ def _sum(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, f
     return list(found.items())
 
 
-def _unit(trace: Trace) -> tuple[float, str]:
+def time_unit(trace: Trace) -> tuple[float, str]:
     """By what to multiply a trace's times, and what they are then."""
     return (1e3, "ms") if trace.unit == "s" else (1.0, trace.unit)
 
 
-def _plain(value: float, digits: int) -> str:
+def plain(value: float, digits: int) -> str:
     """A number to so many digits, never with an exponent for being large."""
     return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
@@ -176,7 +176,7 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
         title: stands before the makespan and the bubble.
         until: the end of the axis of time, counted from the trace's start in its unit; its makespan unless given.
     """
-    scale, unit = _unit(trace)
+    scale, unit = time_unit(trace)
     until = until or trace.makespan or 1 / scale
     points = ax.get_window_extent().width * 72 / ax.figure.dpi / until
     for phase in Phase:
@@ -202,7 +202,7 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
                 place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True}
                 x = left + width * scale / 2
                 ax.text(x, event.device, label, fontsize=size, color=INK[phase], path_effects=halo, **place)
-    figures = f"{_plain(trace.makespan * scale, 4)} {unit}, bubble {trace.bubble_fraction:.0%}"
+    figures = f"{plain(trace.makespan * scale, 4)} {unit}, bubble {trace.bubble_fraction:.0%}"
     ax.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=10)
     ax.set(xlabel=f"time, {unit}", xlim=(0, until * scale), ylim=(trace.num_devices - 0.5, -0.5))
     ax.set_yticks(range(trace.num_devices), [f"device {device}" for device in range(trace.num_devices)])

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 Checkpoint = Literal["always", "except_last", "never"]
@@ -48,6 +48,25 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.phase}({self.stage},{self.micro_batch})"
+
+
+@lru_cache(maxsize=1 << 16)
+def _task(phase: Phase, stage: int, micro_batch: int) -> Task:
+    """The task, made once: an explorer's slider asks for the same thousands again and again."""
+    return Task(phase, stage, micro_batch)
+
+
+@lru_cache(maxsize=1 << 16)  # everyone who reads a schedule asks for them, and an explorer's sliders again and again
+def _predecessors(task: Task, recomputed: bool, goes_on: bool) -> tuple[Task, ...]:
+    stage, micro_batch = task.stage, task.micro_batch
+    match task.phase:
+        case Phase.FORWARD:
+            return (_task(Phase.FORWARD, stage - 1, micro_batch),) if stage > 0 else ()
+        case Phase.RECOMPUTE:
+            return (_task(Phase.FORWARD, stage, micro_batch),)
+        case Phase.BACKWARD:
+            own = _task(Phase.RECOMPUTE if recomputed else Phase.FORWARD, stage, micro_batch)
+            return (own, _task(Phase.BACKWARD, stage + 1, micro_batch)) if goes_on else (own,)
 
 
 class ScheduleError(ValueError):
@@ -109,7 +128,7 @@ class Schedule:
         """Which device runs each stage."""
         return {task.stage: device for device, row in enumerate(self.device_tasks) for task in row}
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """K."""
         return 1 + max(self.device_of, default=-1)
@@ -134,16 +153,7 @@ class Schedule:
 
     def predecessors(self, task: Task) -> tuple[Task, ...]:
         """The tasks that must have ended before ``task`` may start. The only place that says so."""
-        stage, micro_batch = task.stage, task.micro_batch
-        match task.phase:
-            case Phase.FORWARD:
-                return (Task(Phase.FORWARD, stage - 1, micro_batch),) if stage > 0 else ()
-            case Phase.RECOMPUTE:
-                return (Task(Phase.FORWARD, stage, micro_batch),)
-            case Phase.BACKWARD:
-                last = Phase.RECOMPUTE if self.recomputes(stage, micro_batch) else Phase.FORWARD
-                own = Task(last, stage, micro_batch)
-                return (own, Task(Phase.BACKWARD, stage + 1, micro_batch)) if stage + 1 < self.num_stages else (own,)
+        return _predecessors(task, (task.stage, task.micro_batch) in self._recomputed, task.stage + 1 < self.num_stages)
 
     def in_order(self) -> Iterator[Task]:
         """All tasks in an order that respects the devices' order and every dependency.
@@ -160,9 +170,8 @@ class Schedule:
             row = self.device_tasks[device]
             while position[device] < len(row):
                 task = row[position[device]]
-                missing = next((p for p in self.predecessors(task) if p not in done), None)
-                if missing is not None:
-                    waiting[missing] = device
+                if not done.issuperset(before := self.predecessors(task)):
+                    waiting[next(p for p in before if p not in done)] = device
                     break
                 done.add(task)
                 position[device] += 1
@@ -246,7 +255,7 @@ def _backward(stage: int, micro_batch: int, num_micro_batches: int, checkpoint: 
     is_last = micro_batch == num_micro_batches - 1
     recompute = checkpoint == "always" or (checkpoint == "except_last" and not is_last)
     phases = (Phase.RECOMPUTE, Phase.BACKWARD) if recompute else (Phase.BACKWARD,)
-    return [Task(phase, stage, micro_batch) for phase in phases]
+    return [_task(phase, stage, micro_batch) for phase in phases]
 
 
 def naive(num_stages: int, num_micro_batches: int = 1, checkpoint: Checkpoint = "never") -> Schedule:
@@ -272,7 +281,7 @@ def gpipe(
     check_sizes(num_stages, num_micro_batches, checkpoint)
     rows = []
     for stage in range(num_stages):
-        row = [Task(Phase.FORWARD, stage, m) for m in range(num_micro_batches)]
+        row = [_task(Phase.FORWARD, stage, m) for m in range(num_micro_batches)]
         for m in reversed(range(num_micro_batches)):
             row += _backward(stage, m, num_micro_batches, checkpoint)
         rows.append(tuple(row))
@@ -304,7 +313,7 @@ def one_f_one_b(
     rows = []
     for stage in range(num_stages):
         ahead = min(num_micro_batches, warm_up(stage) if warm_up else num_stages - stage)
-        forwards = iter([Task(Phase.FORWARD, stage, m) for m in range(num_micro_batches)])
+        forwards = iter([_task(Phase.FORWARD, stage, m) for m in range(num_micro_batches)])
         row = [next(forwards) for _ in range(ahead)]
         for m in range(num_micro_batches):
             row += _backward(stage, m, num_micro_batches, checkpoint)

@@ -17,6 +17,7 @@ Communication = Callable[[Task, Task], float] | float
 UNIT_COSTS: Mapping[Phase, float] = dict.fromkeys(Phase, 1.0)
 TYPICAL_COSTS: Mapping[Phase, float] = {Phase.FORWARD: 1.0, Phase.RECOMPUTE: 1.0, Phase.BACKWARD: 2.0}
 """A backward pass computes two gradients, of inputs and of weights: about twice the work of a forward pass."""
+_WRONG = "must be a finite time, 0 or more"
 
 
 def simulate(
@@ -42,22 +43,23 @@ def simulate(
     travel = communication if callable(communication) else lambda _sender, _receiver: communication
     ends: dict[Task, float] = {}
     free = [0.0] * schedule.num_devices
-    events = []
+    events, device_of = [], schedule.device_of
     for task in schedule.in_order():
-        device = schedule.device_of[task.stage]
+        device = device_of[task.stage]
         start = free[device]
         for before in schedule.predecessors(task):
             arrival = ends[before]
-            if schedule.device_of[before.stage] != device:
-                arrival += _time(travel(before, task), f"communication from {before} to {task}")
-            start = max(start, arrival)
-        end = start + _time(cost(task), f"the cost of {task}")
+            if device_of[before.stage] != device:
+                delay = travel(before, task)
+                if not 0 <= delay < math.inf:
+                    raise ValueError(f"communication from {before} to {task} {_WRONG}, not {delay!r}")
+                arrival += float(delay)
+            if arrival > start:
+                start = arrival
+        duration = cost(task)
+        if not 0 <= duration < math.inf:
+            raise ValueError(f"the cost of {task} {_WRONG}, not {duration!r}")
+        end = start + float(duration)
         ends[task] = free[device] = end
         events.append(Event(task, device, start, end))
     return Trace(tuple(events), schedule.num_devices, schedule.name, unit)
-
-
-def _time(value: float, what: str) -> float:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{what} must be a finite time, 0 or more, not {value!r}")
-    return float(value)

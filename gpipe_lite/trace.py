@@ -6,9 +6,11 @@ fraction, utilisation, live micro-batches) is computed here and nowhere else.
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +72,18 @@ class Trace:
 
     def on(self, device: int) -> tuple[Event, ...]:
         """The device's events in the order in which they ran."""
-        return tuple(sorted((e for e in self.events if e.device == device), key=lambda e: (e.start, e.end)))
+        return self._on.get(device, ())
+
+    @cached_property
+    def _on(self) -> dict[int, tuple[Event, ...]]:
+        found: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.device].append(event)
+        return {device: tuple(sorted(ran, key=attrgetter("start", "end"))) for device, ran in found.items()}
 
     def busy(self, device: int) -> float:
         """Time in which the device computed."""
-        return sum(event.end - event.start for event in self.events if event.device == device)
+        return sum(event.end - event.start for event in self.on(device))
 
     def utilisation(self, device: int) -> float:
         """Busy time ÷ makespan, 0 to 1."""
@@ -92,12 +101,25 @@ class Trace:
         rows = (tuple(event.task for event in self.on(device)) for device in range(self.num_devices))
         return Schedule(self.name, tuple(rows))
 
+    @cached_property
+    def _ran(self) -> dict[int, dict[int, dict[Phase, Event]]]:
+        """The events by stage, micro-batch and phase."""
+        found: dict[int, dict[int, dict[Phase, Event]]] = {}
+        for event in self.events:
+            task = event.task
+            found.setdefault(task.stage, {}).setdefault(task.micro_batch, {})[task.phase] = event
+        return found
+
+    def event_of(self, task: Task) -> Event | None:
+        """When and where a task ran; None if it did not."""
+        return self._ran.get(task.stage, {}).get(task.micro_batch, {}).get(task.phase)
+
     def live_boundaries(self, stage: int) -> list[tuple[float, int]]:
         """How many micro-batches the stage keeps its input of: ``(time, count)`` from each time on.
 
         An input is kept from the start of F to the end of B, or to the end of F where no B follows.
         """
-        return self._live(stage, (Phase.FORWARD,))
+        return self._live(stage, Phase.FORWARD)
 
     def live_activations(self, stage: int) -> list[tuple[float, int]]:
         """How many micro-batches the stage keeps all activations of: ``(time, count)`` from each time on.
@@ -105,16 +127,14 @@ class Trace:
         They are kept from the start of R, or of F where nothing is recomputed, to the end of B. A pass that
         will be recomputed forgets them as it goes, so it does not count.
         """
-        return self._live(stage, (Phase.RECOMPUTE, Phase.FORWARD))
+        return self._live(stage, Phase.RECOMPUTE)
 
-    def _live(self, stage: int, kept_from: tuple[Phase, ...]) -> list[tuple[float, int]]:
-        of = {event.task: event for event in self.events if event.task.stage == stage}
+    def _live(self, stage: int, kept_from: Phase) -> list[tuple[float, int]]:
         steps: list[tuple[float, int]] = []
-        for micro_batch in sorted({task.micro_batch for task in of}):
-            first = next((of[t] for p in kept_from if (t := Task(p, stage, micro_batch)) in of), None)
-            last = of.get(Task(Phase.BACKWARD, stage, micro_batch), first)
-            if first is not None and last is not None:
-                steps += [(first.start, 1), (last.end, -1)]
+        forward, backward = Phase.FORWARD, Phase.BACKWARD
+        for ran in self._ran.get(stage, {}).values():
+            if (first := ran.get(kept_from) or ran.get(forward)) is not None:
+                steps += [(first.start, 1), (ran.get(backward, first).end, -1)]
         live, curve = 0, [(self.start, 0)]
         for time, change in sorted(steps):  # at the same time, what ends (−1) comes before what starts (+1)
             live += change

@@ -41,7 +41,9 @@ HOUSE = {
     "saving": "partition gpipe distributed",
     # what reads schedules and traces
     "plot": TIME,
-    "explore": f"{TIME} plot",
+    "svg": "schedule trace plot",
+    "explain": "schedule trace plot",
+    "explore": f"{TIME} plot svg explain",
     "lab": f"{TIME} balance profiling models",
     # what stands on the engine
     "models": "skip batchnorm",
@@ -56,7 +58,7 @@ ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 
 TORCH_FREE = {"schedule", "trace", "simulate", "balance"}
 RUNS = set(f"{TIME} {PIECES} plan stage runtime threads distributed connect gpipe saving".split())
-READERS = {"plot", "explore", "lab", "data", "train", "compare", "lint", "verify"}
+READERS = {"plot", "svg", "explain", "explore", "lab", "data", "train", "compare", "lint", "verify"}
 
 
 def room_of(file: Path) -> str:

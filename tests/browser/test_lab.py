@@ -2,6 +2,7 @@
 
 import json
 
+import nbformat
 import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.timeout(300)]
@@ -36,3 +37,26 @@ def test_the_first_chapter_runs_and_shows_its_pictures(lab, page, tmp_path):
     screenshot = tmp_path / "chapter.png"
     page.screenshot(path=screenshot)
     assert screenshot.stat().st_size > 10_000
+
+
+def test_the_explorer_answers_the_keyboard(lab, page):
+    """A number typed into a box, an arrow key on a slider, Enter on a button: each draws a new picture."""
+    name = "notebooks/explorer.ipynb"
+    cell = nbformat.v4.new_code_cell("from gpipe_lite.explore import explore\n\nexplore(num_stages=2)")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), lab.folder / name)
+    run_all_cells(page, lab.address(name))
+    page.get_by_role("img", name="8 micro-batches, 32 tasks in 27 steps").wait_for(timeout=60_000)
+    for label, number in (("micro-batches, M", "5"), ("backward cost", "1.13")):
+        page.get_by_label(label).fill(number)
+        page.get_by_label(label).press("Enter")
+    page.get_by_role("img", name="5 micro-batches, 20 tasks in 12.78 steps").wait_for()
+    page.locator(".noUi-handle").nth(1).press("ArrowRight")
+    page.get_by_role("img", name="6 micro-batches, 24 tasks in 14.91 steps").wait_for()
+    page.get_by_label("schedule", exact=True).select_option("1f1b")
+    page.get_by_role("img", name="Timeline of 1f1b").wait_for()
+    page.get_by_text("device 1 waits at time 0 for F(0,0), which runs on device 0 until 1").wait_for()
+    page.get_by_role("button", name="Step").press("Enter")
+    page.get_by_text("device 1 runs F(1,0) until 2").wait_for()
+    cut = "labels => labels.filter(l => l.scrollWidth > l.clientWidth).map(l => l.textContent)"
+    assert page.eval_on_selector_all(".widget-label", cut) == []

@@ -1,0 +1,33 @@
+"""What a slider move costs in the kernel: from the new value to the new picture, without the way to the browser.
+
+    python tests/benchmarks/explore.py
+
+The slider for M goes back and forth between two values at K = 8 and M = 32; each move makes the schedule, simulates
+it, reads its figures, writes them in words, and draws the SVG anew: nothing is kept from the move before.
+"""
+
+from itertools import cycle
+from statistics import median
+from time import perf_counter
+
+from gpipe_lite.explore import explore
+
+
+def main(moves: int = 50) -> None:
+    """Measure and print."""
+    explorer = explore(num_stages=8, num_micro_batches=32)
+    slider = explorer.controls["num_micro_batches"]
+    milliseconds = []
+    for move, value in zip(range(-4, moves), cycle([31, 32]), strict=False):
+        start = perf_counter()
+        slider.value = value
+        if move >= 0:  # the first few warm up
+            milliseconds.append((perf_counter() - start) * 1e3)
+    print(
+        f"a slider move of explore() at K = 8, M = 32 costs the kernel {median(milliseconds):.1f} ms "
+        f"(median of {moves}; {min(milliseconds):.1f}–{max(milliseconds):.1f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
