@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def layers_with_statistics(modules: Iterable[nn.Module]) -> list[_NormBase]:
-    """The layers that keep running statistics: BatchNorm, and InstanceNorm if told to."""
-    return [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
+def layers_with_statistics(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
+    """The BatchNorm layers that keep running statistics."""
+    return [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
 
 
 @contextmanager
-def statistics_left_alone(layers: Sequence[_NormBase]) -> Iterator[None]:
+def statistics_left_alone(layers: Sequence[_BatchNorm]) -> Iterator[None]:
     """Run layers without updating their running statistics."""
     updating = [layer for layer in layers if layer.training]
     for layer in updating:
@@ -77,7 +77,7 @@ class DeferredStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._layers = [layer for layer in layers_with_statistics(modules) if isinstance(layer, _BatchNorm)]
+        self._layers = layers_with_statistics(modules)
         self._moments: dict[_BatchNorm, list[Moments]] = {}  # of its first call in a pass, its second, ...
 
     @contextmanager
@@ -100,7 +100,8 @@ class DeferredStatistics:
         assert isinstance(layer, _BatchNorm)
         x = args[0] if args else kwargs["input"]
         assert layer.running_mean is not None
-        moments, so_far, call = Moments.of(x, layer.running_mean.dtype), self._moments.setdefault(layer, []), 0
+        dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)  # squares overflow half precision
+        moments, so_far = Moments.of(x, dtype), self._moments.setdefault(layer, [])
         call = calls[layer] = calls.get(layer, -1) + 1
         if call < len(so_far):
             so_far[call] += moments
@@ -121,6 +122,6 @@ class DeferredStatistics:
                 if momentum is None:
                     assert tracked is not None
                     momentum = 1 / float(tracked)
-                mean.lerp_(moments.mean, momentum)
-                variance.lerp_(moments.squares / (moments.count - 1), momentum)
+                for statistic, of_batch in ((mean, moments.mean), (variance, moments.squares / (moments.count - 1))):
+                    statistic.copy_(statistic.to(of_batch.dtype).lerp(of_batch, momentum))
         self._moments.clear()

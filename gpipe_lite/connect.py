@@ -86,7 +86,7 @@ class BackwardHalf:
         run = self._run
         if not retain_graph:
             self._run = None
-        pieces = [None if gradient is None else gradient.split(self._sizes) for gradient in gradients]
+        pieces = [None if gradient is None else self._cut(gradient) for gradient in gradients]
         last = run.schedule.num_stages - 1
         given = {
             Task(Phase.BACKWARD, last, m): [None if piece is None else piece[m] for piece in pieces]
@@ -100,6 +100,14 @@ class BackwardHalf:
             raise
         return input_gradients(results, inputs, self._sizes) + run.take_gradients()
 
+    def _cut(self, gradient: Tensor) -> Sequence[Tensor]:
+        """For each micro-batch its samples' rows; for the only one the tensor itself, which may have no axis."""
+        if len(self._sizes) == 1:
+            return [gradient]
+        rows = len(gradient) // sum(self._sizes)
+        pieces: tuple[Tensor, ...] = gradient.split([size * rows for size in self._sizes])
+        return pieces
+
 
 def connect(batch: Any, output: Any, needs_grad: Sequence[bool], half: BackwardHalf) -> Any:
     """Give the output a history, whose backward runs the schedule's other half.
@@ -112,12 +120,21 @@ def connect(batch: Any, output: Any, needs_grad: Sequence[bool], half: BackwardH
 
     Returns:
         The output with its history.
+
+    Raises:
+        RuntimeError: if that something is neither a parameter nor in the batch.
     """
     inputs = flatten(batch)[0]
     leaves, spec = flatten(output)
-    anchor = torch.empty((), requires_grad=True)  # so that autograd comes by even if no input requires grad
     gradients: list[Tensor | None] = [None] * len(leaves)
-    token = _Drain.apply(half, gradients, inputs, anchor, *that_require_grad(inputs), *half.parameters)  # type: ignore[no-untyped-call]  # torch has no types for it
+    wanted = [*that_require_grad(inputs), *half.parameters]
+    if not wanted:
+        raise RuntimeError(
+            "the output requires grad, and neither a parameter of the model nor the batch does: a layer uses a tensor "
+            "from elsewhere, whose gradient would be lost; make it an nn.Parameter of the layer, pass it along in the "
+            "batch, or detach it"
+        )
+    token = _Drain.apply(half, gradients, inputs, *wanted)  # type: ignore[no-untyped-call]  # torch has no types for it
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constant = [i for i in tensors if not needs_grad[i]]
     connected = _Outputs.apply(leaves, tensors, constant, gradients, token)  # type: ignore[no-untyped-call]  # likewise
@@ -135,7 +152,6 @@ class _Drain(torch.autograd.Function):
         half: BackwardHalf,
         gradients: list[Tensor | None],
         inputs: list[Any],
-        _anchor: Tensor,
         *_inputs_and_parameters: Tensor,
     ) -> Tensor:
         ctx.half, ctx.gradients, ctx.inputs = half, gradients, inputs
@@ -151,7 +167,7 @@ class _Drain(torch.autograd.Function):
         gradients = ctx.gradients[:]
         ctx.gradients[:] = [None] * len(gradients)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, None, None, *ctx.half.execute(gradients, ctx.inputs, retain_graph=keep)
+        return None, None, None, *ctx.half.execute(gradients, ctx.inputs, retain_graph=keep)
 
 
 class _Outputs(torch.autograd.Function):

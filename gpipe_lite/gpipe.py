@@ -123,7 +123,6 @@ class GPipe(nn.Module):
         partitions = partition(module, balance)
         self.balance = [len(layers) for layers in partitions]
         self._routes = routes(partitions)
-        self._sound: set[tuple[int, bool]] = set()
         self._warned = False
         self.devices = _place(partitions, wanted)
         for name, layer in module.named_children():
@@ -192,13 +191,13 @@ class GPipe(nn.Module):
         if grad and plan.recomputes:
             run.remember_layers()
         outputs = [results[Task(Phase.FORWARD, len(self.balance) - 1, m)] for m in range(len(micro_batches))]
+        sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
         with torch.no_grad():
-            merged = microbatch.merge(outputs)
-        columns = zip(*(microbatch.flatten(output)[0] for output in outputs), strict=True)
+            merged = microbatch.merge(outputs, sizes)
+        columns = list(zip(*(microbatch.flatten(output)[0] for output in outputs), strict=True))
         needs_grad = [any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column) for column in columns]
         if not (grad and any(needs_grad)):
             return merged
-        sizes = microbatch.sizes(microbatch.batch_size(batch), len(micro_batches))
         return connect(batch, merged, needs_grad, BackwardHalf(run, plan.backward, sizes))
 
     def step(
@@ -243,7 +242,7 @@ class GPipe(nn.Module):
         last, device = len(self.balance) - 1, self.devices[-1]
         head = LossHead(loss_fn, targets, device, {} if keep_outputs else None)
         plan = self._plan_for(len(micro_batches))
-        run = self._new_run(plan, head, loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ())
+        run = self._new_run(plan, head, loss_fn if isinstance(loss_fn, nn.Module) else None)
         given: dict[Task, Any] = {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)}
         if torch.is_grad_enabled():
             for m, share in enumerate(weights):
@@ -259,7 +258,8 @@ class GPipe(nn.Module):
             losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
             # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
             loss = torch.stack([part for part, share in zip(losses, weights, strict=True) if share]).sum()
-            outputs = microbatch.merge([head.kept[m] for m in range(len(weights))]) if head.kept is not None else None
+            kept = head.kept
+            outputs = None if kept is None else microbatch.merge([kept[m] for m in range(len(weights))], sizes)
         return StepResult(loss, outputs, run.timeline)
 
     def schedule_for(self, num_micro_batches: int) -> Schedule:
@@ -277,17 +277,14 @@ class GPipe(nn.Module):
             self._plans[key] = make(self._schedule, len(self.balance), num_micro_batches, self.checkpoint)
         return self._plans[key]
 
-    def _new_run(self, plan: Plan, head: Head | None = None, parameters_of_head: Iterable[nn.Parameter] = ()) -> Run:
+    def _new_run(self, plan: Plan, head: Head | None = None, loss: nn.Module | None = None) -> Run:
         self._warn_of_batch_norm(plan.whole.num_micro_batches)
-        settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self._sound)
+        settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self.parameters)
         stages, first_layer = [], 0
         for k, (layers, device) in enumerate(zip(self._layers_of_stages(), self.devices, strict=True)):
-            is_last = k + 1 == len(self.balance)
-            stages.append(Stage(k, layers, first_layer, device, settings, head if is_last else None))
+            at_end = (head, loss) if k + 1 == len(self.balance) else ()
+            stages.append(Stage(k, layers, first_layer, device, settings, *at_end))
             first_layer += len(layers)
-        for parameter in parameters_of_head:
-            if parameter.requires_grad:
-                stages[-1].gradients.cover(parameter)
         run = Run(plan.whole, self._routes, stages, self.devices, self._get_workers())
         self._timeline = run.timeline
         return run

@@ -51,7 +51,11 @@ class GradientSums:
 
     def take(self) -> dict[int, Tensor]:
         """Hand over the sums, by the parameters' ids, and start anew."""
-        sums = {id(p): total for p, total in zip(self.parameters, self._sums, strict=True) if total is not None}
+        sums = {
+            id(p): total if own or _is_whole(total) else total.clone()
+            for p, total, own in zip(self.parameters, self._sums, self._own, strict=True)
+            if total is not None
+        }
         self.clear()
         return sums
 
@@ -68,6 +72,11 @@ def merged(stages: Iterable[GradientSums], parameters: Iterable[nn.Parameter]) -
         for key, gradient in sums.take().items():
             totals[key] = _sum(totals[key], gradient) if key in totals else gradient
     return [totals.get(id(parameter)) for parameter in parameters]
+
+
+def _is_whole(gradient: Tensor) -> bool:
+    """Whether a gradient is not a part of a larger tensor, such as one micro-batch's rows of the output's gradient."""
+    return gradient.layout != torch.strided or gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

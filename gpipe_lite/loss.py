@@ -5,9 +5,10 @@ micro-batches' means is the mini-batch's mean only if each is weighted by what i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -71,16 +72,21 @@ def micro_batch_weights(
 
     Raises:
         TypeError: if one of the two is no function.
-        ValueError: if ``loss_fn`` does not reduce to one number, or ``weight`` is none, negative or infinite.
+        ValueError: if ``loss_fn`` does not reduce to one number, or ``weight`` is none, negative, infinite, or given
+            for a sum.
     """
     for name, given in (("loss_fn", loss_fn), ("weight", weight)):
         if not (callable(given) or (name == "weight" and given is None)):
             raise TypeError(f"{name} must be a function, not {given!r}")
     function, options = _options(loss_fn)
-    reduction = options.get("reduction", "mean")
+    reduction = _reduction(options)
     if reduction == "none":
         raise ValueError("the loss function has reduction='none'; step() needs one number, so use 'mean' or 'sum'")
-    if reduction == "sum" and weight is None:
+    if reduction == "sum" and weight is not None:
+        raise ValueError(
+            "the loss function has reduction='sum', and weight is for one that averages: give one of the two"
+        )
+    if reduction == "sum":
         return [1.0] * len(sizes)
     counts = [
         _averages_over(function, options, target, size) if weight is None else _said(weight, target, m)
@@ -91,15 +97,30 @@ def micro_batch_weights(
 
 
 def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
-    """The function or module type under partials, and the options that it was given."""
+    """The function or module type under partials and torch.compile, and the options that it was given."""
     options: dict[str, Any] = {}
-    while isinstance(loss_fn, partial):
-        options = {**loss_fn.keywords, **options}
-        loss_fn = loss_fn.func
+    while True:
+        if isinstance(loss_fn, partial):
+            options = {**loss_fn.keywords, **options}
+            loss_fn = loss_fn.func
+        elif isinstance(loss_fn, FunctionType) and loss_fn.__globals__["__name__"].startswith("torch._dynamo."):
+            loss_fn = vars(loss_fn)["__wrapped__"]  # torch.compile wraps it, once or twice
+        else:
+            break
     if isinstance(loss_fn, nn.Module):
+        loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)
         names = ("reduction", "ignore_index", "weight")
         return type(loss_fn), {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
     return loss_fn, options
+
+
+def _reduction(options: Mapping[str, Any]) -> str:
+    """Its name; torch's functions still take two older options before it."""
+    if options.get("reduce") is False:
+        return "none"
+    if options.get("size_average") is False:
+        return "sum"
+    return str(options.get("reduction", "mean"))
 
 
 def _said(weight: Weight, target: Any, micro_batch: int) -> float:
@@ -113,11 +134,13 @@ def _said(weight: Weight, target: Any, micro_batch: int) -> float:
 
 
 def _averages_over(function: Any, options: dict[str, Any], target: Any, size: int) -> float:
-    modules, functions = (nn.CrossEntropyLoss, nn.NLLLoss), (functional.cross_entropy, functional.nll_loss)
+    modules = nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss
+    functions = functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy
     is_known = issubclass(function, modules) if isinstance(function, type) else function in functions
     if not is_known or not isinstance(target, Tensor) or target.is_floating_point():
         return float(size)
-    kept = target != options.get("ignore_index", -100)
+    ignored = options.get("ignore_index")
+    kept = target != (-100 if ignored is None else ignored)
     class_weights = options.get("weight")
     if class_weights is None:
         return float(kept.sum())

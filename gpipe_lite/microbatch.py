@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 # Torch's functions on nestings have no public name in 2.13; torch.func and torch.export are built on these.
 from torch.utils._pytree import (
@@ -91,7 +92,7 @@ def batch_size(batch: Any, name: str = "batch") -> int:
         name: what errors call it.
 
     Raises:
-        TypeError: if the batch holds no tensor.
+        TypeError: if the batch holds no tensor, or one that is not dense.
         ValueError: if a tensor has no axis, two tensors disagree, or there are 0 samples.
     """
     tensors = [(i, leaf) for i, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)]
@@ -102,6 +103,12 @@ def batch_size(batch: Any, name: str = "batch") -> int:
             raise ValueError(
                 f"{_place(name, batch, i)} is a tensor of 0 axes, and a batch is cut along the first: "
                 "give it 1 value a sample, or pass a Python number, which every micro-batch gets"
+            )
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise TypeError(
+                f"{_place(name, batch, i)} is a {kind} tensor, which cannot be cut along the first axis: make it "
+                "dense, padded if need be"
             )
     at, first = tensors[0]
     for i, tensor in tensors[1:]:
@@ -164,24 +171,28 @@ def split(batch: Any, num_micro_batches: int) -> list[Any]:
     return [unflatten(row, spec) for row in zip(*columns, strict=True)]
 
 
-def merge(micro_batches: Sequence[Any]) -> Any:
+def merge(micro_batches: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
     """Join micro-batches into a batch; the inverse of :func:`split`.
 
     Args:
         micro_batches: 1 or more nestings of one structure. Their tensors have shapes ``(n, ...)`` that differ
             in n alone, and they agree on what is not a tensor.
+        sizes: samples of each micro-batch. If given, n must be that, or so many times that, in each.
 
     Returns:
         A nesting whose tensors have shape ``(N, ...)``. A single micro-batch is returned as it is, uncopied.
 
     Raises:
-        ValueError: if there are no micro-batches, or they differ in more than n.
+        ValueError: if there are no micro-batches, or they differ in more than n, or n is not of samples.
+        TypeError: if they are packed sequences.
     """
     if not micro_batches:
         raise ValueError("there are 0 micro-batches to merge: pass 1 or more")
     first = micro_batches[0]
     if len(micro_batches) == 1:
         return first
+    if isinstance(first, PackedSequence):
+        raise TypeError("packed sequences cannot be joined: unpack them (torch.nn.utils.rnn.pad_packed_sequence)")
     rows, specs = zip(*(flatten(micro_batch) for micro_batch in micro_batches), strict=True)
     for m, spec in enumerate(specs):
         if spec != specs[0]:
@@ -189,13 +200,15 @@ def merge(micro_batches: Sequence[Any]) -> Any:
                 f"micro-batch 0 is {_outline(first)}, and micro-batch {m} is {_outline(micro_batches[m])}: "
                 "return the same structure for every micro-batch"
             )
-    return unflatten([_join(parts, first, i) for i, parts in enumerate(zip(*rows, strict=True))], specs[0])
+    columns = list(zip(*rows, strict=True))
+    for i, parts in enumerate(columns):
+        _check_joinable(parts, sizes, _place("output", first, i))
+    return unflatten([torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in columns], specs[0])
 
 
-def _join(parts: Sequence[Any], first: Any, i: int) -> Any:
-    """Join leaf i of every micro-batch; ``first`` is micro-batch 0, to tell where that leaf stands."""
+def _check_joinable(parts: Sequence[Any], sizes: Sequence[int] | None, place: str) -> None:
+    """Check that one leaf's values in the micro-batches make one of the whole batch."""
     head = parts[0]
-    place = _place("output", first, i)
     for m, part in enumerate(parts):
         if not (isinstance(head, Tensor) and isinstance(part, Tensor)):
             if not _agree(head, part):
@@ -213,7 +226,12 @@ def _join(parts: Sequence[Any], first: Any, i: int) -> Any:
                 f"{place} has shape {tuple(head.shape)} in micro-batch 0, and {tuple(part.shape)} "
                 f"in micro-batch {m}: only the first axis may differ, so pad the others"
             )
-    return torch.cat(list(parts)) if isinstance(head, Tensor) else head
+        elif sizes and (part.shape[0] % sizes[m] or part.shape[0] // sizes[m] != head.shape[0] // sizes[0]):
+            raise ValueError(
+                f"{place} has shape {tuple(head.shape)} for the {sizes[0]} samples of micro-batch 0, and "
+                f"{tuple(part.shape)} for the {sizes[m]} of micro-batch {m}: they are joined along the first axis, so "
+                "let that be of samples, 1 row or equally many for each"
+            )
 
 
 def _agree(one: Any, other: Any) -> bool:

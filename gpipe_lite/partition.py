@@ -56,7 +56,7 @@ def check_model(module: nn.Module) -> None:
 
     Raises:
         TypeError: if it is not an ``nn.Sequential``, or one with a forward method of its own.
-        ValueError: if it has no layers, or the same layer at two places.
+        ValueError: if it has no layers, the same layer at two places, or more than layers.
     """
     kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
@@ -64,13 +64,24 @@ def check_model(module: nn.Module) -> None:
             f"a pipeline cuts an nn.Sequential between its layers, and this is a {kind}: "
             "write it as nn.Sequential(layer, layer, ...), where each takes what the one before returns"
         )
-    if type(module).forward is not nn.Sequential.forward:
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         raise TypeError(
             f"{kind} is an nn.Sequential with a forward method of its own, which a pipeline would not call: "
             "move what it does into a layer"
         )
     if len(module) == 0:
         raise ValueError("the model has 0 layers: put 1 or more into the nn.Sequential")
+    for what, owned in (("parameters", module._parameters), ("buffers", module._buffers)):
+        if owned:
+            raise ValueError(
+                f"the nn.Sequential itself has {what}, {', '.join(owned)}, which no stage would hold: "
+                "give them to a layer"
+            )
+    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)):
+        raise ValueError(
+            "there are hooks on the nn.Sequential itself, which a pipeline would not call: register them on a layer, "
+            "or on the pipe once it is built"
+        )
     first_at: dict[nn.Module, int] = {}
     for i, layer in enumerate(module):
         if (first := first_at.setdefault(layer, i)) != i:

@@ -149,7 +149,9 @@ def _draws(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if isinstance(func, FunctionType):
         return _PYTHON_FUNCTIONS_THAT_DRAW.fullmatch(name) is not None
-    operator = getattr(torch.ops.aten, name, None)
+    if isinstance(func, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in func.tags
+    operator = func if isinstance(func, torch._ops.OpOverloadPacket) else getattr(torch.ops.aten, name, None)
     if not isinstance(operator, torch._ops.OpOverloadPacket):
         return False
     overloads = (getattr(operator, overload) for overload in operator.overloads())
@@ -194,9 +196,16 @@ def never_draws(modules: Iterable[nn.Module]) -> bool:
 
     Sure of are torch's own layers but the random ones. Of other people's modules and of hooks nobody knows.
     """
-    return all(
-        type(module).__module__.startswith("torch.nn.modules.")
-        and not isinstance(module, _RANDOM_MODULES)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        for module in modules
+    return all(is_plain(module) and not isinstance(module, _RANDOM_MODULES) for module in modules)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own and does what torch wrote: no hook, no other forward method."""
+    everywhere = nn.modules.module
+    return type(module).__module__.startswith("torch.nn.modules.") and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or "forward" in vars(module)
     )

@@ -7,22 +7,31 @@ Between the two, other micro-batches pass, and the user may do something. So tha
 
       buffer     u0 ─F(m=0)─► u1 ─F(m=1)─► u2 ─ R(m=1) on u1 ─ R(m=0) on u0 ─► u2
 
-- it runs in the layers' modes, training or evaluation, and on the parameters, that they had in the forward pass;
-- parameters that were written to in between cannot be had back: that is refused.
+- it runs on the layers' attributes as the forward pass left them: their modes, training or evaluation, parameters,
+  parts and hooks;
+- parameters that were written to in between cannot be had back: that is refused;
+- what else a layer may keep, such as the state of Python's random numbers, nobody can know. So a few values of what F
+  made are kept, and R must make the same (:class:`Glimpse`).
 
 BatchNorm's running statistics do not enter what it computes in training, so they need no copies: see
-:mod:`gpipe_lite.batchnorm`. Other layers of torch write no buffers.
+:mod:`gpipe_lite.batchnorm`. Other layers of torch write no buffers, but InstanceNorm that tracks statistics.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from gpipe_lite.randomness import is_plain
 
 Place = tuple[nn.Module, str]
-"""A module and the name of one of its buffers or parameters."""
+"""A module and the name of one of its buffers."""
 
-Copies = Mapping[Place, Tensor]
+Copies = Mapping[Place, Tensor | None]
 """Of buffers."""
 
 
@@ -37,17 +46,18 @@ class Buffers:
         self._places = [
             (module, name)
             for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not _leaves_buffers_alone(module)
+            if module._buffers and not _leaves_buffers_alone(module)
+            for name in module._buffers
         ]
         self._last: dict[Place, tuple[Tensor, int, Tensor]] = {}
 
     def copies(self) -> Copies:
         """Copy the buffers as they are. What was not written since the last time is not copied again."""
-        copies = {}
+        copies: dict[Place, Tensor | None] = {}
         for place in self._places:
-            buffer = place[0]._buffers[place[1]]
+            buffer = place[0]._buffers.get(place[1])
             if buffer is None:
+                copies[place] = None
                 continue
             last = self._last.get(place)
             if last is None or last[0] is not buffer or last[1] != version([buffer]):
@@ -58,9 +68,9 @@ class Buffers:
     @contextmanager
     def as_of(self, copies: Copies) -> Iterator[None]:
         """Run layers on the buffers as they were then."""
-        now = {place: place[0]._buffers[place[1]] for place in copies}
-        for (module, name), copy in copies.items():
-            module._buffers[name] = copy.clone()
+        now = {place: place[0]._buffers.get(place[1]) for place in copies}
+        for (module, name), buffer in copies.items():
+            module._buffers[name] = buffer if buffer is None else buffer.clone()
         try:
             yield
         finally:
@@ -69,54 +79,89 @@ class Buffers:
 
 
 class Layers:
-    """Parameters and modes of layers, as they are now.
+    """The attributes of layers, as they are now.
 
     Args:
         modules: the layers with all their parts.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modes = [(module, module.training) for module in modules]
-        self._parameters = [
-            (module, name, parameter)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        self._version = self._written()
-
-    def _written(self) -> int:
-        return version(parameter for _, _, parameter in self._parameters)
+        self._were = [(module, _attributes(module), module.training) for module in modules]
+        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._version = version(self._parameters)
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Give the layers their modes and parameters back for a while.
+        """Give the layers their attributes back for a while.
 
         Raises:
             RuntimeError: if a parameter was written to.
         """
-        if self._written() != self._version:
+        if version(self._parameters) != self._version:
             raise RuntimeError(
                 "a parameter was modified in place between forward and backward, so that nothing can be recomputed: "
                 'let optimizer.step() follow backward(), or use checkpoint="never"'
             )
-        modes = [(module, module.training, mode) for module, mode in self._modes if module.training != mode]
-        parameters = [
-            (module, name, module._parameters.get(name), parameter)
-            for module, name, parameter in self._parameters
-            if module._parameters.get(name) is not parameter
-        ]
-        for module, _, mode in modes:
+        changed = [(m, vars(m), were) for m, were, _ in self._were if not _is_same(vars(m), were)]
+        for module, _, were in changed:
+            object.__setattr__(module, "__dict__", were)
+        switched = [(m, m.training, mode) for m, _, mode in self._were if m.training != mode]  # scripted modules
+        for module, _, mode in switched:
             module.training = mode
-        for module, name, _, parameter in parameters:
-            module._parameters[name] = parameter
         try:
             yield
         finally:
-            for module, mode, _ in modes:
+            for module, mode, _ in switched:
                 module.training = mode
-            for module, name, now, _ in parameters:
-                module._parameters[name] = now
+            for module, now, _ in changed:
+                object.__setattr__(module, "__dict__", now)
+
+
+class Glimpse:
+    """A few values of each tensor that a forward pass made, to see whether its recomputation made the same.
+
+    Args:
+        leaves: what it made.
+    """
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        self._values = [_some(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+    def resembles(self, other: "Glimpse") -> bool:
+        """Whether both are of the same tensors, to within what sums in another order may differ."""
+        if len(self._values) != len(other._values):
+            return False
+        return all(_is_near(one, another) for one, another in zip(self._values, other._values, strict=True))
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Some 256 values from everywhere in a tensor; an odd step passes through all columns of a matrix."""
+    step = tensor.numel() // 256 | 1
+    return tensor.detach().reshape(-1)[::step].clone()
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().nan_to_num(0, 0, 0).max())
+    return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module is made of now; its parameters, parts and hooks are in dicts of their own."""
+    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+
+
+def _is_same(now: Mapping[str, Any], were: Mapping[str, Any]) -> bool:
+    """Whether both hold the same objects, also in what they hold by dicts."""
+    return now.keys() == were.keys() and all(
+        value is now[name] or (isinstance(value, dict) and isinstance(now[name], dict) and _is_same(now[name], value))
+        for name, value in were.items()
+    )
 
 
 def version(tensors: Iterable[Tensor]) -> int:
@@ -125,6 +170,5 @@ def version(tensors: Iterable[Tensor]) -> int:
 
 
 def _leaves_buffers_alone(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own, and no hook on it does other things."""
-    has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module).__module__.startswith("torch.nn.modules.") and not has_hooks
+    """Whether a module is one of torch's own that writes no buffers that enter what it computes."""
+    return is_plain(module) and not isinstance(module, _InstanceNorm)

@@ -14,9 +14,10 @@ With recomputation only the leaf is kept; R runs the layers again, with the same
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
 from gpipe_lite.skip import Kept, Pop, Port, Routes, Skip, Stash, carried, left_over
-from gpipe_lite.snapshot import Buffers, Copies, version
+from gpipe_lite.snapshot import Buffers, Copies, Glimpse, version
 from gpipe_lite.trace import PHASE_NAMES
 
 Head = Callable[[int, Any], Any]
@@ -58,14 +59,14 @@ class Settings:
         seed: of the step.
         routes: where skips come from and go to.
         defers_batch_norm: whether running statistics follow the mini-batch.
-        sound: the stages, without and with a head, whose graphs are known to end at their own parameters; grows.
+        parameters: of the whole model.
     """
 
     schedule: Schedule
     seed: StepSeed
     routes: Routes
     defers_batch_norm: bool
-    sound: set[tuple[int, bool]] = field(default_factory=set)
+    parameters: Callable[[], Iterable[nn.Parameter]]
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ class Saved:
     inputs: Flat  # its tensors are leaves of this stage's graph
     version: int  # of the inputs, to notice that a layer wrote into them
     buffers: Copies  # as R must find them
+    glimpse: Glimpse | None  # of what R must make again
     outputs: Flat | None  # with their graph; None until recomputed
 
 
@@ -125,6 +127,7 @@ class Stage:
         device: where the partition lives.
         settings: of the step.
         head: applied after the layers, on the last stage of a step with its loss.
+        loss: the module that the head calls, if it is one: it has parameters and state as layers have.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Stage:
         device: torch.device,
         settings: Settings,
         head: Head | None = None,
+        loss: nn.Module | None = None,
     ) -> None:
         self.index = index
         self.device = device
@@ -143,10 +147,9 @@ class Stage:
         self._first_layer = first_layer
         self._settings = settings
         self._head = head
-        self.modules = modules = [module for _, layer in layers for module in layer.modules()]
-        self.gradients = GradientSums(
-            {id(p): p for _, layer in layers for p in layer.parameters() if p.requires_grad}.values()
-        )
+        tops = [layer for _, layer in layers] + ([] if loss is None else [loss])
+        self.modules = modules = [module for top in tops for module in top.modules()]
+        self.gradients = GradientSums({id(p): p for top in tops for p in top.parameters() if p.requires_grad}.values())
         quiet = head is None and never_draws(modules)
         self._stream = None if quiet else Stream(settings.seed, device)
         self._skips = any(isinstance(module, Stash | Pop) for module in modules)
@@ -156,6 +159,8 @@ class Stage:
         self._copies_input = _writes_into_input(layers[0][1])
         self._num_forwards = self._num_backwards = 0
         self._is_reached = False  # whether any gradient came to something that requires grad
+        self._is_sound = False  # whether the graph has been looked at
+        self._repeated: list[tuple[int, Glimpse, Glimpse]] = []  # of a micro-batch, what F and what R made
         self._saved: dict[int, Saved] = {}
         self.at = ""  # the layer at work, for errors
 
@@ -184,6 +189,7 @@ class Stage:
     def forget(self) -> None:
         """Drop all that is remembered."""
         self._saved.clear()
+        self._repeated.clear()
         self.gradients.clear()
 
     def _forward(self, micro_batch: int, received: Values) -> Values:
@@ -191,6 +197,9 @@ class Stage:
         recomputed = keep and schedule.recomputes(self.index, micro_batch)
         inputs = Flat.of(received)
         inputs.leaves = [_cut(leaf) for leaf in inputs.leaves]
+        for leaf in inputs.leaves:
+            if keep and isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, self.index))  # holds no stage
         before = version(_tensors(inputs.leaves)) if keep else 0
         buffers = self._buffers.copies() if recomputed else {}
         with self._deferred.gathering() if self._deferred else nullcontext():
@@ -199,7 +208,8 @@ class Stage:
         if self._deferred and self._num_forwards == schedule.num_micro_batches:
             self._deferred.update()
         if keep:
-            self._saved[micro_batch] = Saved(inputs, before, buffers, None if recomputed else outputs)
+            glimpse = Glimpse(outputs.leaves) if recomputed else None
+            self._saved[micro_batch] = Saved(inputs, before, buffers, glimpse, None if recomputed else outputs)
         return outputs.values([_cut(leaf) for leaf in outputs.leaves])
 
     def _recompute(self, micro_batch: int) -> None:
@@ -216,6 +226,8 @@ class Stage:
                 saved.outputs = self._run_layers(micro_batch, saved.inputs)
         finally:
             _this_thread.recomputing = False
+        assert saved.glimpse is not None, "F ran before R"
+        self._repeated.append((micro_batch, saved.glimpse, Glimpse(saved.outputs.leaves)))
 
     def _backward(self, micro_batch: int, received: Values) -> Values:
         saved = self._saved[micro_batch] if self.retain_graph else self._saved.pop(micro_batch)
@@ -231,43 +243,65 @@ class Stage:
         ]
         self._num_backwards += 1
         self._is_reached |= bool(pairs)
-        if self._head and not self._is_reached and self._num_backwards == self._settings.schedule.num_micro_batches:
+        is_last = self._num_backwards % self._settings.schedule.num_micro_batches == 0
+        if self._head and not self._is_reached and is_last:
             raise RuntimeError(
                 "the loss does not depend on anything that requires grad: unfreeze a parameter, or call step() under "
                 "torch.no_grad() to evaluate"
             )
+        if pairs and not self._is_sound:
+            self._check_graph([output for output, _ in pairs], inputs.leaves)
         ends = [*inputs.leaves, *self.gradients.parameters]
         wanted = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs:
             roots, seeds = zip(*pairs, strict=True)
-            self._check_graph(roots, wanted)
             if wanted:  # all that the graph reaches may have been frozen since
                 found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
         of = iter(found)
         each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in ends]
         self.gradients.add(each[len(inputs.leaves) :])
+        if is_last:
+            self._check_repetitions()
         return inputs.cut(each[: len(inputs.leaves)])
 
-    def _check_graph(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """Refuse tensors from outside the model: their gradients would be lost. One look a stage is enough."""
-        graph = self.index, self._head is not None
-        if graph in self._settings.sound:
-            return
-        known = {id(tensor) for tensor in (*wanted, *self.gradients.parameters)}
+    def _check_graph(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """See where the graph of the step's first backward ends.
+
+        Parameters of other stages, which a layer or a penalty in the loss may use, are taken in. Other tensors from
+        outside are refused, since their gradients would be lost.
+        """
+        known = {id(tensor) for tensor in (*inputs, *self.gradients.parameters)}
         for tensor in _ends(roots):
-            if id(tensor) not in known:
+            if id(tensor) in known:
+                continue
+            of_model = next((parameter for parameter in self._settings.parameters() if parameter is tensor), None)
+            if of_model is None:
                 raise RuntimeError(
                     f"a layer of stage {self.index}, or the loss function, uses a tensor of shape "
                     f"{tuple(tensor.shape)} that requires grad and is not a parameter of the model, so its gradient "
                     "would be lost: make it an nn.Parameter of the layer (of the loss function, if that is an "
-                    "nn.Module), pass it along in the batch, or detach it"
+                    "nn.Module), pass it along in the batch or from layer to layer, or detach it"
                 )
-        self._settings.sound.add(graph)
+            if of_model.requires_grad:
+                self.gradients.cover(of_model)
+        self._is_sound = True
+
+    def _check_repetitions(self) -> None:
+        """See whether each R made what its F had made. Once, at the end: on a GPU a look waits for all before it."""
+        repeated, self._repeated = self._repeated, []
+        for micro_batch, first, again in repeated:
+            if not first.resembles(again):
+                raise RuntimeError(
+                    f"the recomputation of micro-batch {micro_batch} on stage {self.index} made something else than "
+                    "its forward pass, so the gradients would be wrong: a layer or the loss function draws random "
+                    "numbers past torch's functions, keeps what is no buffer, or was changed before backward(); mend "
+                    'that, or use checkpoint="never"'
+                )
 
     def _run_layers(self, micro_batch: int, inputs: Flat) -> Flat:
         leaves = inputs.leaves
-        if self._copies_input and torch.is_grad_enabled():
+        if self._copies_input:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = inputs.values(leaves)
         value = values.pop(self.index - 1)
@@ -311,6 +345,11 @@ class Stage:
             error.add_note(
                 "a micro-batch has too few samples for BatchNorm in training: take fewer chunks, or larger batches"
             )
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                "micro-batches, or stages, share a part of their graphs, such as a weight computed before the forward "
+                "pass and cached, or an activation kept by a layer: compute it in the layer, or detach it"
+            )
         if "leaf Variable that requires grad" in str(error):
             error.add_note(
                 "a stage's input is a leaf of its graph, and a layer writes into it: let it write elsewhere "
@@ -321,6 +360,16 @@ class Stage:
 def _cut(leaf: Any) -> Any:
     """A tensor without its history, which remembers whether it had one."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_gradient(stage: int, leaf: Tensor) -> None:
+    """The hook on what a stage is given: autograd may come there for the stage alone, which asks it to."""
+    leaf.grad = None
+    raise RuntimeError(
+        f"a gradient came to the input of stage {stage}, of shape {tuple(leaf.shape)}, past the pipeline, which would "
+        "not pass it on: something kept an activation, such as a loss on a layer, and backward() ran from there; "
+        "return it with the output, or detach it"
+    )
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -31,12 +32,13 @@ Job = Callable[[], None]
 
 @dataclass(frozen=True)
 class Ambient:
-    """What torch keeps for each thread and the caller expects everywhere: settings, hooks and CUDA streams.
+    """What is kept for each thread and the caller expects everywhere: context variables, torch's settings and streams.
 
     Modes in the sense of ``TorchFunctionMode`` and ``TorchDispatchMode`` stay behind: an object that notes what one
     thread does cannot be shared by several.
     """
 
+    variables: Context
     grad: bool
     inference: bool
     autocasts: Mapping[str, torch.dtype | None]  # None: no autocast
@@ -50,6 +52,7 @@ class Ambient:
         """Read the calling thread's."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
+            copy_context(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds},
@@ -194,6 +197,10 @@ def _bring(value: Any, ready: transfer.Ready, device: torch.device) -> Any:
     return unflatten([one(leaf) for leaf in leaves], spec)
 
 
+_waiting: ContextVar[tuple["weakref.ref[Workers]", ...]] = ContextVar("_waiting", default=())
+"""Whose jobs the current code is part of: they wait for it, so it cannot wait for them."""
+
+
 class Workers:
     """A thread for each device, started once, given one job a run.
 
@@ -225,9 +232,9 @@ class Workers:
 
         Raises:
             BaseException: what the first failing job raised, or what interrupted the caller.
-            RuntimeError: if one of the workers asks: it would wait for itself.
+            RuntimeError: if a job of theirs asks, or another pipeline that it called: they would wait for themselves.
         """
-        if threading.current_thread() in self._threads:
+        if weakref.ref(self) in _waiting.get():
             raise RuntimeError(
                 "a layer, a hook or the loss function called the pipeline that it is running in, which is busy: let it "
                 "use layers of its own, or another pipeline"
@@ -241,7 +248,9 @@ class Workers:
         try:
             with self._submitting:  # so that all workers see concurrent runs in the same order
                 for queue, device, job in zip(self._queues, self._devices, jobs, strict=True):
-                    queue.put(partial(_run_job, job, ambient, device, share, outcomes, wake))
+                    within = ambient.variables.copy()  # one for each, since a thread at a time can be in it
+                    within.run(_waiting.set, (*_waiting.get(), weakref.ref(self)))
+                    queue.put(partial(within.run, _run_job, job, ambient, device, share, outcomes, wake))
                     submitted += 1
         except BaseException as interrupt:
             cancel()

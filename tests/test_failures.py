@@ -9,6 +9,7 @@ import threading
 import traceback
 import weakref
 from dataclasses import FrozenInstanceError, dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,18 +48,16 @@ class Fragile(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.error, self.phase, self.nth = None, None, 0
-        self.counts = dict.fromkeys(Phase, 0)
+        self.wire = SimpleNamespace(error=None)  # an object, since backward restores the layer's own attributes
 
     def arm(self, phase, nth, error):
-        self.counts = dict.fromkeys(Phase, 0)
-        self.phase, self.nth, self.error = phase, nth, error
+        vars(self.wire).update(phase=phase, left=nth, error=error)
 
     def count(self, phase):
-        if self.error is not None and phase is self.phase:
-            self.counts[phase] += 1
-            if self.counts[phase] == self.nth:
-                raise self.error
+        if self.wire.error is not None and phase is self.wire.phase:
+            self.wire.left -= 1
+            if not self.wire.left:
+                raise self.wire.error
 
     def forward(self, x):
         self.count(Phase.FORWARD)
@@ -88,7 +87,7 @@ def test_a_failure_at_any_task_names_its_place_and_the_pipe_works_again(checkpoi
         layer.arm(Phase.BACKWARD, 1 + backwards.index(task), Failure("as ordered"))
     else:
         layer.arm(Phase.FORWARD, 1 + own.index(task), Failure("as ordered"))
-    error = layer.error
+    error = layer.wire.error
     with pytest.raises(Failure, match="as ordered") as raised:
         pipe.step(x, y, functional.mse_loss)
     assert raised.value is error
@@ -100,7 +99,7 @@ def test_a_failure_at_any_task_names_its_place_and_the_pipe_works_again(checkpoi
     assert note.endswith(f"shapes given to it: {given}")
     if task.phase is not Phase.BACKWARD:
         assert f"in layer '{task.stage}' (Fragile)" in note
-    assert "raise self.error" in "".join(traceback.format_tb(error.__traceback__))
+    assert "raise self.wire.error" in "".join(traceback.format_tb(error.__traceback__))
 
     layer.arm(None, 0, None)
     pipe.zero_grad()

@@ -25,7 +25,7 @@ HOUSE = {
     "loss": "microbatch",
     "transfer": "microbatch",
     "batchnorm": "",
-    "snapshot": "",
+    "snapshot": "randomness",
     "gradients": "",
     "profiling": "microbatch balance",
     "partition": "microbatch balance",
