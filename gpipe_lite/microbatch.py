@@ -227,10 +227,10 @@ def _check_joinable(parts: Sequence[Any], sizes: Sequence[int] | None, place: st
                 f"in micro-batch {m}: only the first axis may differ, so pad the others"
             )
         elif sizes and (part.shape[0] % sizes[m] or part.shape[0] // sizes[m] != head.shape[0] // sizes[0]):
+            other = f", and {tuple(head.shape)} for the {sizes[0]} of micro-batch 0" if m else ""
             raise ValueError(
-                f"{place} has shape {tuple(head.shape)} for the {sizes[0]} samples of micro-batch 0, and "
-                f"{tuple(part.shape)} for the {sizes[m]} of micro-batch {m}: they are joined along the first axis, so "
-                "let that be of samples, 1 row or equally many for each"
+                f"{place} has shape {tuple(part.shape)} for the {sizes[m]} samples of micro-batch {m}{other}: they are "
+                "joined along the first axis, so let that be of samples, 1 row or equally many for each"
             )
 
 

@@ -125,11 +125,17 @@ class Glimpse:
     """
 
     def __init__(self, leaves: Iterable[Any]) -> None:
-        self._values = [_some(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._values = [_some(tensor) for tensor in tensors if tensor.layout == torch.strided]
+
+    def has_form_of(self, other: "Glimpse") -> bool:
+        """Whether both are of as many tensors, of the same shapes and dtypes."""
+        return self._forms == other._forms
 
     def resembles(self, other: "Glimpse") -> bool:
         """Whether both are of the same tensors, to within what sums in another order may differ."""
-        if len(self._values) != len(other._values):
+        if not self.has_form_of(other):
             return False
         return all(_is_near(one, another) for one, another in zip(self._values, other._values, strict=True))
 
@@ -141,8 +147,6 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
     if torch.equal(one, other):
         return True
     if not (one.is_floating_point() or one.is_complex()):

@@ -227,7 +227,10 @@ class Stage:
         finally:
             _this_thread.recomputing = False
         assert saved.glimpse is not None, "F ran before R"
-        self._repeated.append((micro_batch, saved.glimpse, Glimpse(saved.outputs.leaves)))
+        again = Glimpse(saved.outputs.leaves)
+        if not again.has_form_of(saved.glimpse):
+            raise self._made_another(micro_batch)
+        self._repeated.append((micro_batch, saved.glimpse, again))
 
     def _backward(self, micro_batch: int, received: Values) -> Values:
         saved = self._saved[micro_batch] if self.retain_graph else self._saved.pop(micro_batch)
@@ -292,12 +295,15 @@ class Stage:
         repeated, self._repeated = self._repeated, []
         for micro_batch, first, again in repeated:
             if not first.resembles(again):
-                raise RuntimeError(
-                    f"the recomputation of micro-batch {micro_batch} on stage {self.index} made something else than "
-                    "its forward pass, so the gradients would be wrong: a layer or the loss function draws random "
-                    "numbers past torch's functions, keeps what is no buffer, or was changed before backward(); mend "
-                    'that, or use checkpoint="never"'
-                )
+                raise self._made_another(micro_batch)
+
+    def _made_another(self, micro_batch: int) -> RuntimeError:
+        return RuntimeError(
+            f"the recomputation of micro-batch {micro_batch} on stage {self.index} made something else than its "
+            "forward pass, so the gradients would be wrong: a layer or the loss function draws random numbers past "
+            "torch's functions, keeps what is no buffer, or was changed before backward(); mend that, or use "
+            'checkpoint="never"'
+        )
 
     def _run_layers(self, micro_batch: int, inputs: Flat) -> Flat:
         leaves = inputs.leaves

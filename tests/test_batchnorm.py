@@ -122,6 +122,18 @@ def test_a_layer_that_some_micro_batches_skip_follows_the_others():
         torch.testing.assert_close(statistics(pipe)[name], expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_in_half_precision_do_not_overflow(dtype):
+    """Sums of squares soon pass 65504; they are gathered in float32, as torch gathers its own."""
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Identity()).to(dtype)
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True)
+    x = (30 * torch.randn(400, 3)).to(dtype)
+    plain(x)
+    pipe(x)
+    for name, expected in statistics(plain).items():
+        torch.testing.assert_close(statistics(pipe)[name], expected, rtol=1e-2, atol=1e-2, msg=name)
+
+
 def test_a_failed_step_changes_no_deferred_statistics():
     """They are updated when the last micro-batch has passed."""
 

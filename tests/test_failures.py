@@ -8,6 +8,7 @@ import textwrap
 import threading
 import traceback
 import weakref
+from contextvars import ContextVar
 from dataclasses import FrozenInstanceError, dataclass
 from types import SimpleNamespace
 
@@ -186,6 +187,36 @@ def test_a_pipe_that_calls_itself_is_told_so(balance):
     pipe(x).sum().backward()
 
 
+def test_pipes_that_call_each_other_are_told_so():
+    """However long the ring, each would wait for the others; the error comes instead, and all can go on."""
+    pipes = []
+
+    class Calls(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+
+        def forward(self, x):
+            if RING[0] is None:
+                return x
+            return RING[0][(self.index + 1) % len(RING[0])](x)
+
+    for length in (1, 2, 3):
+        pipes = [GPipe(nn.Sequential(nn.Identity(), Calls(i)), [1, 1], devices=["cpu"] * 2, chunks=2)
+                 for i in range(length)]  # fmt: skip
+        x = torch.randn(4, 3)
+        try:
+            RING[0] = pipes
+            with torch.no_grad(), pytest.raises(RuntimeError, match="called the pipeline that it is running in"):
+                pipes[0](x)
+        finally:
+            RING[0] = None
+        assert all(torch.equal(pipe(x), x) for pipe in pipes)
+
+
+RING: list[list[GPipe] | None] = [None]
+
+
 def test_a_failure_stops_the_others_before_their_next_task():
     """Though their inputs have arrived already."""
     started, first_failed, ran = threading.Event(), threading.Event(), []
@@ -338,6 +369,28 @@ def test_stages_share_the_callers_intra_op_threads_and_leave_its_setting():
     finally:
         torch.set_num_threads(before)
     assert seen == [2, 2, 1, 1, 1, 1]
+
+
+def test_the_callers_context_variables_reach_every_stage():
+    """Such as those that logging and tracing keep; what a stage sets stays with it."""
+    variable, seen = ContextVar("variable", default="nothing"), []
+
+    class Reads(nn.Module):
+        def forward(self, x):
+            seen.append(variable.get())
+            variable.set("a layer's")
+            return x
+
+    for balance in ([1, 1], [2]):
+        pipe = GPipe(nn.Sequential(Reads(), nn.Linear(3, 3)), balance, devices=["cpu"] * len(balance), chunks=1)
+        for value in ("one", "two"):
+            token = variable.set(value)
+            with torch.no_grad():
+                pipe(torch.randn(2, 3))
+            assert seen.pop() == value
+            if len(balance) > 1:
+                assert variable.get() == value
+            variable.reset(token)
 
 
 def test_the_callers_modes_reach_every_stage_and_every_recomputation():

@@ -28,6 +28,16 @@ def test_a_single_gradient_is_handed_on_uncopied():
     assert merged([sums], [a, b]) == [None, None]  # they were taken
 
 
+def test_a_gradient_does_not_keep_a_larger_tensor_alive():
+    """Such as one micro-batch's rows of the whole output's gradient, of which an identity layer's bias gets a view."""
+    parameter, whole = nn.Parameter(torch.zeros(3)), torch.arange(12.0).view(4, 3)
+    sums = GradientSums([parameter])
+    sums.add([whole[1]])
+    (total,) = merged([sums], [parameter])
+    assert total.tolist() == whole[1].tolist()
+    assert total.untyped_storage().nbytes() == total.nbytes
+
+
 def test_sums_of_sparse_and_dense_gradients_are_right():
     """In any order, over micro-batches and over stages."""
     parameter = nn.Parameter(torch.zeros(3))

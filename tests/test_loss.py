@@ -1,6 +1,6 @@
 """What a micro-batch's loss weighs: what it averaged over."""
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ CLASSES = torch.tensor([0.2, 1.0, 3.0]).double()
         partial(functional.cross_entropy, ignore_index=1),
         partial(partial(functional.cross_entropy, weight=CLASSES), ignore_index=2),
         partial(functional.cross_entropy, reduction="sum"),
+        torch.compile(functional.cross_entropy, backend="eager"),
+        partial(torch.compile(functional.cross_entropy, backend="eager"), ignore_index=1),
+        torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager"),
+        partial(functional.cross_entropy, reduction="sum", size_average=None),
+        partial(functional.cross_entropy, ignore_index=2),
     ],
 )
 @given(targets)
@@ -54,8 +59,36 @@ def test_other_losses_average_over_samples():
         assert micro_batch_weights(loss_fn, rows, [2, 2, 1]) == [0.4, 0.4, 0.2]
 
 
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({"size_average": False}, [1.0, 1.0]), ({"size_average": True}, [0.75, 0.25]), ({"reduce": True}, [0.75, 0.25])],
+)
+def test_torchs_older_options_are_known(options, weights):
+    """They come before ``reduction``, as in torch."""
+    rows = [torch.tensor([0, 1, 1]), torch.tensor([1])]
+    assert micro_batch_weights(partial(functional.cross_entropy, **options), rows, [3, 1]) == weights
+
+
+def test_the_loss_with_the_output_layer_inside_tells_what_it_ignores():
+    """Torch's linear_cross_entropy, which never holds all scores at once."""
+    rows = [torch.tensor([0, IGNORED, IGNORED]), torch.tensor([1, 1, 0])]
+    for loss_fn in (nn.LinearCrossEntropyLoss(4, 2), functional.linear_cross_entropy):
+        assert micro_batch_weights(loss_fn, rows, [3, 3]) == [1 / 4, 3 / 4]
+
+
+def test_a_function_that_wraps_torchs_is_not_taken_for_it():
+    """What it does with the target nobody knows, though it has the name."""
+
+    @wraps(functional.cross_entropy)
+    def mine(output, target):
+        return functional.mse_loss(output, functional.one_hot(target.clamp_min(0), 3).double())
+
+    rows = [torch.tensor([0, IGNORED, IGNORED]), torch.tensor([1])]
+    assert micro_batch_weights(mine, rows, [3, 1]) == [0.75, 0.25]
+
+
 def test_a_given_weight_is_what_counts():
-    """It is called with each micro-batch's target; for a sum too, if it is given."""
+    """It is called with each micro-batch's target."""
     rows = [torch.tensor([1, 0]), torch.tensor([1, 1])]
     weights = micro_batch_weights(functional.mse_loss, rows, [2, 2], lambda target: target.sum())
     assert weights == [1 / 3, 2 / 3]
@@ -83,6 +116,9 @@ def test_subclasses_of_torchs_losses_tell_what_they_ignore():
         (None, None, TypeError, "loss_fn must be a function, not None"),
         ("ce", None, TypeError, "loss_fn must be a function, not 'ce'"),
         (functional.mse_loss, 3, TypeError, "weight must be a function, not 3"),
+        (nn.MSELoss(reduction="sum"), len, ValueError, "reduction='sum', and weight is for one that averages"),
+        (nn.MSELoss(reduction="none"), None, ValueError, "reduction='none'"),
+        (partial(functional.mse_loss, reduce=False), None, ValueError, "reduction='none'"),
         (functional.mse_loss, lambda t: t > 0, ValueError, r"a tensor of shape \(2,\), one number is needed"),
         (functional.mse_loss, lambda t: -1, ValueError, "weight is -1.0 for micro-batch 0"),
         (functional.mse_loss, lambda t: float("nan"), ValueError, "weight is nan for micro-batch 0"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_structure
 
 from gpipe_lite.microbatch import batch_size, flatten, map_tensors, merge, sizes, split, unflatten
@@ -176,6 +176,13 @@ def test_merge_passes_gradients_to_the_micro_batches():
         (Unknown([torch.ones(2)]), TypeError, "value is a Unknown"),
         ([UserDict(x=torch.ones(2))], TypeError, r"value\[0\] is a UserDict"),
         ({"s": {torch.ones(2)}}, TypeError, r"value\['s'\] is a set"),
+        (torch.eye(3).to_sparse(), TypeError, "batch is a sparse_coo tensor, which cannot be cut"),
+        ([torch.ones(2), torch.eye(2).to_sparse()], TypeError, r"batch\[1\] is a sparse_coo tensor"),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            TypeError,
+            "batch is a nested tensor, which cannot be cut along the first axis: make it dense, padded",
+        ),
     ],
 )
 def test_a_batch_without_a_clear_size_is_refused(batch, error, words):
@@ -231,6 +238,31 @@ def test_micro_batches_that_do_not_fit_together_are_refused(micro_batches, words
     """The error says where in the output, and shows both."""
     with pytest.raises(ValueError, match=words):
         merge(micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([(5, 2), (5, 2)], r"shape \(5, 2\) for the 3 samples of micro-batch 0: they are joined along the first axis"),
+        ([(1, 3), (1, 3)], r"shape \(1, 3\) for the 3 samples of micro-batch 0"),
+        (
+            [(3, 2), (4, 2)],
+            r"shape \(4, 2\) for the 2 samples of micro-batch 1, and \(3, 2\) for the 3 of micro-batch 0",
+        ),
+    ],
+)
+def test_a_first_axis_that_is_not_of_samples_is_refused(parts, words):
+    """Such as time, or one value for all: joined they would be something else than the whole batch's."""
+    with pytest.raises(ValueError, match=words):
+        merge([torch.ones(shape) for shape in parts], [3, 2])
+    assert merge([torch.ones(6, 2), torch.ones(4, 2)], [3, 2]).shape == (10, 2), "two rows a sample are"
+
+
+def test_packed_sequences_are_refused_at_the_end():
+    """They hold all samples step by step; the error says what to call."""
+    packed = [nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)]) for _ in range(2)]
+    with pytest.raises(TypeError, match="pad_packed_sequence"):
+        merge(packed)
 
 
 def test_values_that_are_equal_agree():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_lite import GPipe, is_recomputing
@@ -273,6 +273,84 @@ def test_a_loss_functions_own_parameters_get_their_gradients():
     pipe.step(x, y, its)
     assert_same_gradients(plain, pipe)
     assert_same_gradients(own, its)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_loss_functions_parts_and_state_are_the_last_stages(checkpoint):
+    """Its dropout, its running statistics and its modes, too, are the same for a recomputation."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout = nn.BatchNorm1d(2), nn.Dropout(0.5)
+            self.register_buffer("centre", torch.zeros(2))
+
+        def forward(self, output, target):
+            with torch.no_grad():
+                self.centre = 0.5 * self.centre + output.mean(0)
+            return (self.dropout(self.norm(output)) - target - self.centre).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, loss_fn = mlp().double(), Loss().double()
+    x, y, found = torch.randn(8, 3).double(), torch.randn(8, 2).double(), []
+    for mode in ("never", checkpoint):
+        pipe, its = pipeline(copy.deepcopy(model), [2, 3], checkpoint=mode), copy.deepcopy(loss_fn)
+        torch.manual_seed(1)
+        pipe.step(x, y, its)
+        found.append([*(p.grad for p in (*pipe.parameters(), *its.parameters())), *its.buffers()])
+    assert its.norm.num_batches_tracked == pipe.chunks
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_parameter_that_is_used_past_its_own_stage_gets_its_whole_gradient(schedule, checkpoint):
+    """By another stage's layer that holds it in a list, and by a penalty in the loss on all weights."""
+
+    class Decoder(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = [weight]
+
+        def forward(self, x):
+            return x @ self.weight[0]
+
+    def build():
+        torch.manual_seed(0)
+        encoder = nn.Linear(3, 4)
+        return nn.Sequential(encoder, nn.Tanh(), Decoder(encoder.weight), nn.Linear(3, 2)).double()
+
+    plain, pipe = build(), pipeline(build(), [1, 1, 2], checkpoint=checkpoint, schedule=schedule)
+    x, y = torch.randn(7, 3).double(), torch.randn(7, 2).double()
+
+    def loss_of(model):
+        return lambda output, target: (output - target).pow(2).mean() + sum(p.pow(2).sum() for p in model.parameters())
+
+    for module, run in ((plain, lambda: loss_of(plain)(plain(x), y).backward()),
+                        (pipe, lambda: pipe.step(x, y, loss_of(pipe)))):  # fmt: skip
+        for _ in range(2):
+            run()
+        assert module[0].weight.grad is not None
+    assert_same_gradients(plain, pipe)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_gradient_that_would_leave_the_pipeline_unnoticed_is_refused(checkpoint):
+    """An auxiliary loss that a layer kept reaches this stage alone: the stages before would get a part."""
+
+    class Keeps(nn.Module):
+        def forward(self, x):
+            self.kept = x.pow(2).mean()
+            return torch.tanh(x)
+
+    keeps = Keeps()
+    pipe = pipeline(nn.Sequential(nn.Linear(3, 3), keeps, nn.Linear(3, 2)), [1, 2], checkpoint=checkpoint)
+    x = torch.randn(6, 3)
+    with pytest.raises(RuntimeError, match=r"the input of stage 1, of shape \(2, 3\), past the pipeline"):
+        (pipe(x).sum() + keeps.kept).backward()
+    pipe.step(x, torch.randn(6, 2), functional.mse_loss)
+    with pytest.raises(RuntimeError, match="something kept an activation, such as a loss on a layer"):
+        keeps.kept.backward()
 
 
 def test_an_output_requires_grad_if_it_does_in_any_micro_batch():
@@ -601,6 +679,52 @@ def test_a_layer_that_writes_into_its_input_from_inside_is_explained():
     with pytest.raises(RuntimeError, match="leaf Variable") as raised:
         pipeline(copy.deepcopy(plain), [1, 2])(x)
     assert "a layer writes into it: let it write elsewhere" in "".join(raised.value.__notes__)
+
+
+def test_a_batch_is_not_written_to_by_a_first_layer_that_works_in_place():
+    """The plain model's would be; the pipe's first layer works on a copy, with and without gradients."""
+    pipe = pipeline(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.ReLU(inplace=True)), [1, 2])
+    x = torch.randn(6, 3)
+    before = x.clone()
+    pipe(x)
+    with torch.no_grad():
+        pipe(x)
+    assert torch.equal(x, before)
+
+
+def test_an_output_may_have_several_rows_a_sample_or_none_for_the_only_micro_batch():
+    """Gradients go back to whom they belong."""
+
+    class Rows(nn.Module):
+        def __init__(self, shape):
+            super().__init__()
+            self.shape = shape
+
+        def forward(self, x):
+            return x.sum() if self.shape is None else x.reshape(self.shape)
+
+    x = torch.randn(7, 4).double()
+    for shape, chunks in (((-1, 2), 3), (None, 1), ((2, -1), 1)):
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Rows(shape)).double()
+        pipe = pipeline(copy.deepcopy(plain), [1, 2], chunks=chunks)
+        weights = torch.randn(plain(x).shape).double()
+        for module in (plain, pipe):
+            (module(x).pow(2) * weights).sum().backward()
+        assert_same_gradients(plain, pipe)
+    with pytest.raises(ValueError, match="joined along the first axis, so let that be of samples"):
+        pipeline(nn.Sequential(nn.Linear(4, 4), Rows((2, -1))), [1, 1])(torch.randn(7, 4))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_weight_that_is_computed_once_and_cached_is_explained(schedule):
+    """All micro-batches would share its graph; torch's own error gets a note that says so."""
+    model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
+    pipe = pipeline(model, [1, 1], schedule=schedule)
+    with parametrize.cached():
+        _ = model[1].weight
+        with pytest.raises(RuntimeError, match="a second time") as raised:
+            pipe.step(torch.randn(6, 3), torch.randn(6, 3), functional.mse_loss)
+    assert "a weight computed before the forward pass and cached" in "".join(raised.value.__notes__)
 
 
 # Random numbers, compilers, settings

@@ -66,6 +66,13 @@ def test_a_subclass_that_is_a_chain_can_be_cut():
     check_model(Named(nn.ReLU()))
 
 
+def owning(change):
+    """A model that has something of its own beside its layers."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    change(model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("module", "error", "words"),
     [
@@ -77,6 +84,15 @@ def test_a_subclass_that_is_a_chain_can_be_cut():
             "Residual is an nn.Sequential with a forward method of its own",
         ),
         (nn.Sequential(), ValueError, "0 layers"),
+        (owning(lambda m: setattr(m, "forward", lambda x: x)), TypeError, "with a forward method of its own"),
+        (
+            owning(lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+            ValueError,
+            "the nn.Sequential itself has parameters, scale, which no stage would hold: give them to a layer",
+        ),
+        (owning(lambda m: m.register_buffer("mask", torch.ones(1))), ValueError, "itself has buffers, mask"),
+        (owning(lambda m: m.register_forward_hook(print)), ValueError, "hooks on the nn.Sequential itself"),
+        (owning(lambda m: m.register_full_backward_hook(print)), ValueError, "hooks on the nn.Sequential itself"),
     ],
 )
 def test_a_model_that_is_no_chain_of_layers_is_refused(module, error, words):

@@ -113,8 +113,11 @@ def test_functions_whose_dropout_is_off_do_not_take_turns():
 
 def test_draws_tells_functions_that_draw_from_those_that_do_not():
     """As torch's tags say; comparisons and arithmetic do not."""
-    assert all(map(draws, [torch.rand, torch.Tensor.bernoulli_, functional.dropout, torch.lstm]))
-    assert not any(map(draws, [torch.add, torch.Tensor.__eq__, functional.relu, functional.conv2d, torch.zeros]))
+    aten = torch.ops.aten
+    drawing = [torch.rand, torch.Tensor.bernoulli_, functional.dropout, torch.lstm, aten.bernoulli, aten.rand.default]
+    quiet = [torch.add, torch.Tensor.__eq__, functional.relu, functional.conv2d, torch.zeros, aten.add, aten.add.Tensor]
+    assert all(map(draws, drawing))
+    assert not any(map(draws, quiet))
 
 
 def test_a_model_that_draws_nothing_leaves_torchs_generator_untouched():
@@ -154,9 +157,15 @@ def test_only_torchs_own_quiet_layers_are_trusted_to_draw_nothing():
         Custom(),
     ):
         assert not never_draws(nn.Sequential(nn.Linear(2, 2), layer).modules())
-    hooked = nn.Linear(2, 2)
+    hooked, patched = nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
-    assert not never_draws(nn.Sequential(hooked).modules())
+    patched.forward = torch.rand_like
+    for layer in (hooked, patched):
+        assert not never_draws(nn.Sequential(layer).modules())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not never_draws(nn.Sequential(nn.Linear(2, 2)).modules())
+    handle.remove()
+    assert never_draws(nn.Sequential(nn.Linear(2, 2)).modules())
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -1,14 +1,16 @@
 """Recomputation finds the layers as the forward pass found them."""
 
 import copy
+import random
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from gpipe_lite import GPipe
+from gpipe_lite.snapshot import Glimpse
 
 CHECKPOINTS = ["always", "except_last", "never"]
 
@@ -53,6 +55,9 @@ def kinds():
         "in place": Codebook(replaces=False),
         "replaced": Codebook(replaces=True),
         "hook": with_hook,
+        "instance_norm": nn.Sequential(
+            nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+        ),
     }
 
 
@@ -82,3 +87,149 @@ def test_a_layer_keeps_its_own_buffer_object():
     pipe(torch.randn(4, 3)).sum().backward()
     assert layer.centre is before
     assert layer.calls == 2
+
+
+class Gate(nn.Module):
+    """Has all that a user may change: a flag, a part, parameters, a mode, a nothing in the place of a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.5)
+        self.opens = False
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if self.bias is not None:
+            x = x + self.bias
+        return x if self.opens else self.dropout(x) * 2
+
+
+def double(_layer, _inputs, output):
+    return output * 2
+
+
+CHANGES = {
+    "mode": lambda gate: gate.eval(),
+    "hook added": lambda gate: gate.register_forward_hook(double),
+    "hook of a part removed": lambda gate: gate.linear._forward_hooks.clear(),
+    "flag": lambda gate: setattr(gate, "opens", True),
+    "part replaced": lambda gate: setattr(gate, "linear", nn.Linear(3, 3).double()),
+    "part without dropout": lambda gate: setattr(gate, "dropout", nn.Identity()),
+    "parameter added": lambda gate: setattr(gate, "bias", nn.Parameter(torch.ones(3).double())),
+    "forward replaced": lambda gate: setattr(gate, "forward", lambda x: x),
+    "pruned": lambda gate: prune.l1_unstructured(gate.linear, "weight", 0.5),
+    "loaded in the place of the old": lambda gate: gate.linear.load_state_dict(
+        nn.Linear(3, 3).double().state_dict(), assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_what_changes_before_backward_does_not_enter_a_recomputation(change, checkpoint):
+    """The gradients are of the forward pass that was, with its random numbers; the change stays."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Gate(), nn.Linear(3, 2)).double()
+    layers[1].linear.register_forward_hook(double)
+    x, found = torch.randn(6, 3).double(), []
+    for changed in (False, True):
+        pipe = GPipe(copy.deepcopy(layers), [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        parameters = dict(pipe.named_parameters())
+        torch.manual_seed(1)
+        output = pipe(x)
+        if changed:
+            change(pipe[1])
+            after = vars(pipe[1]).copy()
+        output.pow(2).sum().backward()
+        if changed:
+            assert vars(pipe[1]) == after
+        found.append({name: p.grad for name, p in parameters.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+class Forgets(nn.Module):
+    """Computes something else each time, by means that nobody can see."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, []
+
+    def forward(self, x):
+        match self.kind:
+            case "python's random numbers":
+                return x * random.random()
+            case "a list":
+                self.calls.append(1)
+                return x * len(self.calls)
+            case "one number of many":
+                self.calls.append(1)
+                return torch.cat([x, x[:, -1:] + len(self.calls)], 1)
+            case "number of tensors":
+                self.calls.append(1)
+                return x if len(self.calls) < 2 else (x, x)
+            case "kind":
+                self.calls.append(1)
+                return x if len(self.calls) < 2 else x.float()
+
+
+@pytest.mark.parametrize(
+    "kind", ["python's random numbers", "a list", "one number of many", "number of tensors", "kind"]
+)
+def test_a_recomputation_that_makes_something_else_is_refused(kind):
+    """Its gradients would be wrong, silently; without recomputation the layer works."""
+    x = torch.randn(1, 3).double()
+    for checkpoint, balance in (("always", [1, 1]), ("always", [2]), ("never", [1, 1])):
+        model = nn.Sequential(nn.Linear(3, 3), Forgets(kind)).double()
+        pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=1, checkpoint=checkpoint)
+        output = pipe(x)
+        if checkpoint == "never":
+            output.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="made something else than its forward pass"):
+            output.sum().backward()
+        assert pipe[0].weight.grad is None, "nothing lands of what is wrong"
+
+
+def test_a_loss_function_that_forgets_is_refused_too():
+    """It belongs to what the last stage recomputes."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2, checkpoint="always")
+    x = torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="a layer or the loss function draws random"):
+        pipe.step(x, x, lambda output, target: functional.mse_loss(output, target) * random.random())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (torch.ones(3), torch.ones(3) + 1e-6, True),  # sums in another order
+        (torch.ones(3), torch.ones(3) + 1e-2, False),
+        (torch.tensor([1e6, 1.0]), torch.tensor([1e6, 1.5]), True),  # small beside the largest
+        (torch.ones(3).double(), torch.ones(3).double() + 1e-6, False),
+        (torch.tensor([torch.nan, torch.inf, 1.0]), torch.tensor([torch.nan, torch.inf, 1.0]), True),
+        (torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, 1.0]), False),
+        (torch.ones(3), torch.ones(1, 3), False),
+        (torch.ones(3), torch.ones(4), False),
+        (torch.ones(3), torch.ones(3).double(), False),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
+        (torch.zeros(0), torch.zeros(0), True),
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64) + 1e-2j, False),
+    ],
+)
+def test_a_glimpse_forgives_rounding_and_nothing_more(one, other, alike):
+    """In each dtype its own."""
+    assert Glimpse([one]).resembles(Glimpse([other])) is alike
+
+
+def test_a_glimpse_is_of_a_few_values_from_everywhere():
+    """A change to any row and to any column of a large matrix shows."""
+    matrix = torch.zeros(512, 256)
+    before = Glimpse([matrix])
+    assert sum(len(values) for values in before._values) < 600
+    for part in (*matrix.split(8), *matrix.split(8, 1)):
+        part += 1
+        assert not before.resembles(Glimpse([matrix]))
+        part -= 1
