@@ -74,6 +74,26 @@ def merged(stages: Iterable[GradientSums], parameters: Iterable[nn.Parameter]) -
     return [totals.get(id(parameter)) for parameter in parameters]
 
 
+def ends(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors at which a graph ends: all that require grad and were not computed."""
+    found, nodes = [], []
+    for root in roots:
+        if root.grad_fn is not None:
+            nodes.append(root.grad_fn)
+        elif root.requires_grad:
+            found.append(root)
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (tensor := getattr(node, "variable", None)) is not None:
+            found.append(tensor)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
 def _is_whole(gradient: Tensor) -> bool:
     """Whether a gradient is not a part of a larger tensor, such as one micro-batch's rows of the output's gradient."""
     return gradient.layout != torch.strided or gradient.untyped_storage().nbytes() == gradient.nbytes

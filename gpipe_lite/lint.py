@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_lite.compare import called, copied, device_of, gap, scale, state_of, tensors_in, tolerance_for, undisturbed
+from gpipe_lite.compare import called, device_of, gap, scale, state_of, tensors_in, tolerance_for, undisturbed
 from gpipe_lite.gpipe import GPipe
-from gpipe_lite.microbatch import batch_size, flatten, merge, split
+from gpipe_lite.gradients import ends
+from gpipe_lite.microbatch import batch_size, flatten, map_tensors, merge, split
 from gpipe_lite.partition import check_model, partition, shared_parameters
-from gpipe_lite.randomness import StepSeed, Stream
+from gpipe_lite.randomness import CannotRepeatError, StepSeed, Stream
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ def lint(
     ``batch-norm``       running statistics, of what is in training mode, would follow micro-batches
     ``in-place``         a layer that may be first in its stage writes into what the stage receives
     ``randomness``       in training mode, a layer draws numbers that a recomputation would not draw again
+    ``outside-tensor``   a layer uses a tensor that requires grad and is neither its parameter nor its input
     ``state-in-forward`` in training mode, a layer other than BatchNorm changes parameters or buffers
     ``batch-size``       in evaluation mode, what a layer makes of a sample depends on the other samples,
-                         or it does not return a batch of as many samples along the first axis
+                         or the last does not return a batch of as many samples along the first axis
     ==================== ==============================================================================
 
     The model, its gradients, the sample and all random generators stay as they are.
@@ -111,8 +112,10 @@ class _Ran(NamedTuple):
     """What a layer did with an input."""
 
     output: Any
-    wrote: bool  # into the input
-    changed: list[str]  # of its own parameters and buffers, BatchNorm's statistics aside
+    wrote: bool = False  # into the input
+    changed: Sequence[str] = ()  # of its own parameters and buffers, BatchNorm's statistics aside
+    outside: Sequence[Tensor] = ()  # what it used that requires grad, beside its parameters and the input
+    refused: str = ""  # why it cannot be repeated
 
 
 class _Trial(NamedTuple):
@@ -123,6 +126,7 @@ class _Trial(NamedTuple):
     whole: _Ran  # in evaluation mode
     reseeded: _Ran  # likewise, from another seed
     parts: Sequence[Any] | None  # the outputs for 1 sample and for the others, or exceptions; None if it gets no batch
+    is_last: bool
 
 
 def _try_layers(model: nn.Sequential, sample: Any) -> list[_Trial]:
@@ -131,7 +135,7 @@ def _try_layers(model: nn.Sequential, sample: Any) -> list[_Trial]:
     for name, layer in model.to(device_of(sample)).eval().named_children():
         inputs.append(sample)
         with _named_in_errors(name, layer):
-            sample = layer(copied(sample))
+            sample = layer(_with_grad(sample))
     model.train()
     trained, again = (_run_all(model, inputs, seed, Stream(StepSeed(0), device_of(inputs[0]))) for seed in (0, 1))
     model.eval()
@@ -139,35 +143,67 @@ def _try_layers(model: nn.Sequential, sample: Any) -> list[_Trial]:
     cuts = [_cut(value, num_samples) for value in inputs]
     halves = [[cut and _attempt(layer, cut[i]) for layer, cut in zip(model, cuts, strict=True)] for i in range(2)]
     parts = [half if cut else None for cut, *half in zip(cuts, *halves, strict=True)]
-    return [_Trial(*runs) for runs in zip(trained, again, whole, reseeded, parts, strict=True)]
+    is_last = [False] * (len(model) - 1) + [True]
+    return [_Trial(*runs) for runs in zip(trained, again, whole, reseeded, parts, is_last, strict=True)]
 
 
 def _run_all(model: nn.Sequential, inputs: Sequence[Any], seed: int, stream: Stream | None = None) -> list[_Ran]:
-    ran = []
+    ran, known = [], list[Tensor](model.parameters())
     for (name, layer), value in zip(model.named_children(), inputs, strict=True):
         with _named_in_errors(name, layer):
-            ran.append(_run(layer, value, seed, stream))
+            ran.append(_run(layer, value, known, seed, stream))
     return ran
 
 
-def _run(layer: nn.Module, value: Any, seed: int = 0, stream: Stream | None = None) -> _Ran:
-    value, own = copied(value), state_of(layer)
-    given = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-    versions = [tensor._version for tensor in given]
-    statistics = {id(b) for part in layer.modules() if isinstance(part, _BatchNorm) for b in part.buffers()}
-    after = {name: tensor.detach().clone() for name, tensor in own.items()}
+def _run(layer: nn.Module, value: Any, known: list[Tensor], seed: int = 0, stream: Stream | None = None) -> _Ran:
+    """Run a layer, and leave it as it was. To what is known to require grad in a pass comes what the layer is given."""
+    roots = _with_grad(value)
+    known += [leaf for leaf in flatten(roots)[0] if isinstance(leaf, Tensor)]
     torch.manual_seed(seed)
-    with stream or nullcontext():
+    with _restored(layer) as changed, stream or nullcontext(), torch.enable_grad():
         if stream is not None:
+            stream.repeats = True
             stream.at(0, 0)
-        output = functional_call(layer, after, (value,))  # what it changes, it changes in ``after``
-    changed = [name for name, before in own.items() if id(before) not in statistics and gap(before, after[name])]
-    return _Ran(output, [tensor._version for tensor in given] != versions, changed)
+        value = map_tensors(Tensor.clone, roots)  # it may write into a clone, but not into a leaf
+        given = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in given]
+        try:
+            output = layer(value)
+        except CannotRepeatError as error:
+            return _Ran((), refused=str(error))
+    wrote = [tensor._version for tensor in given] != versions
+    outside = [end for end in ends(tensors_in(output)) if all(end is not tensor for tensor in known)]
+    return _Ran(map_tensors(Tensor.detach, output), wrote, changed, outside)
+
+
+def _with_grad(value: Any) -> Any:
+    """A copy; its tensors require grad where they can, as they would within a model."""
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()), value)
+
+
+@contextmanager
+def _restored(layer: nn.Module) -> Iterator[list[str]]:
+    """Give a layer its state back in the end, and yield a list of what had changed but for BatchNorm's statistics."""
+    changed: list[str] = []
+    own = state_of(layer)
+    before = {name: tensor.detach().clone() for name, tensor in own.items()}
+    try:
+        yield changed
+    finally:
+        after = state_of(layer)
+        for name, tensor in before.items():
+            if not gap(tensor, after.get(name, ())):
+                continue
+            where, _, attribute = name.rpartition(".")
+            module = layer.get_submodule(where)
+            if not isinstance(module, _BatchNorm):
+                changed.append(name)
+            setattr(module, attribute, own[name].copy_(tensor))
 
 
 def _attempt(layer: nn.Module, value: Any) -> Any:
     try:
-        return _run(layer, value).output
+        return _run(layer, value, list(layer.parameters())).output
     except Exception as error:
         return error
 
@@ -209,7 +245,19 @@ def _in_place(_: nn.Module, trial: _Trial) -> str:
     )
 
 
+def _outside_tensor(_: nn.Module, trial: _Trial) -> str:
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in trial.trained.outside)
+    if not shapes:
+        return ""
+    return (
+        f"uses tensors from outside that require grad, of shape {shapes}, whose gradients would be lost: make them "
+        "nn.Parameters of the layer, pass them along from layer to layer, or detach them"
+    )
+
+
 def _randomness(_: nn.Module, trial: _Trial) -> str:
+    if trial.trained.refused:
+        return f"cannot be recomputed: {trial.trained.refused}"
     if not gap(trial.trained.output, trial.again.output):
         return ""
     return (
@@ -232,8 +280,8 @@ def _batch_size(layer: nn.Module, trial: _Trial) -> str:
         if isinstance(part, Exception):
             return f"runs on the whole sample, and on {samples} of it fails ({part}): {way_out}"
     try:
-        joined = tensors_in(merge(trial.parts))
-    except ValueError as error:
+        joined = tensors_in(merge(trial.parts)) if trial.is_last else _joined(whole, *map(tensors_in, trial.parts))
+    except (ValueError, RuntimeError) as error:
         return f"returns what cannot be joined to a batch again ({error}): {way_out}"
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (whole, joined)]
     if shapes[0] != shapes[1]:
@@ -242,10 +290,20 @@ def _batch_size(layer: nn.Module, trial: _Trial) -> str:
     return f"makes of a sample what depends on the others, by {apart:.2g}: {way_out}" if apart > allowed else ""
 
 
+def _joined(whole: Sequence[Tensor], one: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Join what two layers pass to each other, such as the state of a recurrent one, whose samples are axis 1."""
+    joined = []
+    for of_all, *parts in zip(whole, one, others, strict=True):
+        axes = (axis for axis, (n, m) in enumerate(zip(of_all.shape, parts[0].shape, strict=False)) if n != m)
+        joined.append(torch.cat(parts, next(axes, 0)) if of_all.dim() else parts[0])
+    return joined
+
+
 _CHECKS: dict[str, Callable[[nn.Module, _Trial], str]] = {
     "batch-norm": _batch_norm,
     "in-place": _in_place,
     "randomness": _randomness,
+    "outside-tensor": _outside_tensor,
     "state-in-forward": _state_in_forward,
     "batch-size": _batch_size,
 }

@@ -47,6 +47,10 @@ class StepSeed:
         return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
 
 
+class CannotRepeatError(RuntimeError):
+    """A layer draws random numbers in a way that no recomputation can repeat."""
+
+
 class Stream(TorchFunctionMode):
     """Random numbers for one stage: enter it, then set ``layer`` and ``micro_batch`` before each layer.
 
@@ -106,14 +110,14 @@ class Stream(TorchFunctionMode):
     def _refuse_what_cannot_be_repeated(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         generator = kwargs.get("generator")
         if self.repeats and generator is not None and generator not in self._generators:
-            raise RuntimeError(
+            raise CannotRepeatError(
                 f"{func.__name__} draws from a torch.Generator of the layer's own, so the recomputation of this "
                 'micro-batch would draw other numbers: draw from torch\'s default generator, or use checkpoint="never"'
             )
         frame: FrameType | None = sys._getframe() if torch.is_grad_enabled() or self.repeats else None
         while frame is not None:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                raise RuntimeError(
+                raise CannotRepeatError(
                     f"{func.__name__} draws random numbers inside torch.utils.checkpoint, whose own recomputation "
                     "would draw others: take that out of the layer, and let the pipeline recompute with "
                     'checkpoint="always"'

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, statistics_left_alone
-from gpipe_lite.gradients import GradientSums
+from gpipe_lite.gradients import GradientSums, ends
 from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
@@ -254,15 +254,15 @@ class Stage:
             )
         if pairs and not self._is_sound:
             self._check_graph([output for output, _ in pairs], inputs.leaves)
-        ends = [*inputs.leaves, *self.gradients.parameters]
-        wanted = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
+        sources = [*inputs.leaves, *self.gradients.parameters]
+        wanted = [end for end in sources if isinstance(end, Tensor) and end.requires_grad]
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs:
             roots, seeds = zip(*pairs, strict=True)
             if wanted:  # all that the graph reaches may have been frozen since
                 found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
         of = iter(found)
-        each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in ends]
+        each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in sources]
         self.gradients.add(each[len(inputs.leaves) :])
         if is_last:
             self._check_repetitions()
@@ -275,7 +275,7 @@ class Stage:
         outside are refused, since their gradients would be lost.
         """
         known = {id(tensor) for tensor in (*inputs, *self.gradients.parameters)}
-        for tensor in _ends(roots):
+        for tensor in ends(roots):
             if id(tensor) in known:
                 continue
             of_model = next((parameter for parameter in self._settings.parameters() if parameter is tensor), None)
@@ -380,22 +380,6 @@ def _refuse_gradient(stage: int, leaf: Tensor) -> None:
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _ends(roots: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors at which a graph ends: all that require grad and were not computed."""
-    ends = [root for root in roots if root.grad_fn is None]
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if (tensor := getattr(node, "variable", None)) is not None:
-            ends.append(tensor)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return ends
 
 
 def _writes_into_input(first: nn.Module) -> bool:

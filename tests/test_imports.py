@@ -49,7 +49,7 @@ HOUSE = {
     "models": "skip batchnorm",
     "data": "",
     "compare": "microbatch",
-    "lint": "compare microbatch partition randomness gpipe",
+    "lint": "compare gradients microbatch partition randomness gpipe",
     "verify": "compare lint loss microbatch partition",
     "options": "",
     "train": f"{TIME} balance profiling gpipe distributed saving data models options",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_lite import GPipe
 from gpipe_lite.lint import Finding, lint
@@ -41,6 +42,8 @@ def count_anew(layer, x):
     return x
 
 
+ELSEWHERE = torch.ones(4, requires_grad=True)
+LSTM = nn.LSTM(4, 3, batch_first=True).requires_grad_(False)
 SLOW = nn.Linear(4, 4)  # its singular values are close, so that the power iteration is not at its end yet
 SLOW.weight.data = torch.diag(torch.tensor([1.0, 0.99, 0.98, 0.97]))
 
@@ -63,6 +66,13 @@ UNSOUND = {
     "the samples' products": (Layer(lambda _, x: x @ x.T), "batch-size"),
     "one row for the batch": (Layer(lambda _, x: x.sum(0, keepdim=True)), "batch-size"),
     "a fixed batch size": (Layer(lambda _, x: x.view(5, 2, 2)), "batch-size"),
+    "dropout inside torch's checkpoint": (
+        Layer(lambda _, x: torch_checkpoint(functional.dropout, x, use_reentrant=False)),
+        "randomness",
+    ),
+    "a tensor from elsewhere": (Layer(lambda _, x: x * ELSEWHERE), "outside-tensor"),
+    "what was computed from one": (Layer(lambda _, x: x + (2 * ELSEWHERE).sum()), "outside-tensor"),
+    "a recurrent layer's state at the end": (Layer(lambda _, x: LSTM(x[:, None])[1][0]), "batch-size"),
     "squeeze": (Layer(lambda _, x: x[:, :, None].squeeze()), "batch-size"),
 }
 
@@ -86,12 +96,23 @@ class Unpair(nn.Module):
         return pair["x"] * pair["scale"]
 
 
+class Tied(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = [weight]
+
+    def forward(self, x):
+        return x @ self.weight[0]
+
+
 SOUND = {
     "layers": [nn.Linear(4, 3), nn.ReLU(), nn.LayerNorm(3), nn.Dropout(0.5), nn.Linear(3, 1)],
     "a dict, and a number": [Pair(), Unpair()],
     "attention": [nn.Unflatten(1, (2, 2)), nn.TransformerEncoderLayer(2, 1, 4, dropout=0.3, batch_first=True)],
     "dropout in evaluation, too": [Layer(lambda _, x: functional.dropout(x))],
     "an operator itself": [Layer(lambda _, x: x * torch.ops.aten.rand.default([1]))],
+    "recurrent layers": [nn.Unflatten(1, (2, 2)), nn.LSTM(2, 3, 2, batch_first=True), Layer(lambda _, x: x[0])],
+    "torch's checkpoint": [Layer(lambda _, x: torch_checkpoint(torch.tanh, x, use_reentrant=True))],
     "frozen BatchNorm": [nn.BatchNorm1d(4).eval()],
     "lazy": [nn.LazyLinear(3), nn.LazyLinear(2)],
     "skips": [Stash("x"), nn.Linear(4, 4), Pop("x", torch.add)],
@@ -108,6 +129,18 @@ def test_the_transformer_is_sound():
     """The package's own model, with dropout."""
     model = transformer(num_layers=2, vocab_size=11, d_model=8, num_heads=2, d_ff=16, dropout=0.2)
     assert lint(model, torch.randint(11, (3, 5))) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # people have them still
+def test_a_scripted_layer_is_sound():
+    """Its tensors have other Python objects each time."""
+    assert lint(nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.Linear(3, 1)), X) == []
+
+
+def test_another_layers_parameter_is_not_from_outside():
+    """A pipeline sums its gradient from all stages that use it."""
+    encoder = nn.Linear(4, 4)
+    assert lint(nn.Sequential(encoder, Tied(encoder.weight)), X) == []
 
 
 def test_a_shared_parameter_is_named_by_all_its_names():

@@ -32,6 +32,9 @@ class Engine:
         self.mistake = mistake
 
     def step(self, x, y, loss_fn):
+        if self.mistake == "replaces gradients":
+            for layer in self.stages[1]:
+                layer.zero_grad()
         total = 0.0
         pieces, targets = x.tensor_split(self.chunks), y.tensor_split(self.chunks)
         if self.mistake == "none, and cuts as torch.chunk":
@@ -48,6 +51,10 @@ class Engine:
         if self.mistake == "updates the weights":
             with torch.no_grad():
                 self.stages[0][0].weight.sub_(0.1 * self.stages[0][0].weight.grad)
+        if self.mistake == "stays in evaluation mode":
+            self.stages[1][0].eval()
+        if self.mistake == "forgets the loss's own weights":
+            loss_fn.zero_grad()
         results = {"none, and returns a number": float(total), "none, and returns a tensor": total}
         results["returns nothing"] = None
         return results.get(self.mistake, SimpleNamespace(loss=total))
@@ -174,7 +181,9 @@ MISTAKES = {
     "backward twice": ("plain", "gradient", "4"),
     "divides by the stages": ("plain", "gradient", "2"),
     "forgets the input": ("plain", "gradient", ""),
+    "replaces gradients": ("plain", "gradient", "4"),
     "updates the weights": ("plain", "state", "0"),
+    "stays in evaluation mode": ("plain", "state", "3"),
     "statistics twice": ("BatchNorm", "state", "3"),
     "other random numbers": ("dropout", "output", "3"),
 }
@@ -325,6 +334,35 @@ def test_masked_losses_and_options_of_step():
     pipe = GPipe(copy.deepcopy(model), [2, 3], devices=["cpu"] * 2, chunks=3)
     assert verify_equivalence(model, pipe, x, y, positives, weight=lambda target: (target[:, 0] > 0).sum()).ok
     assert verify_equivalence(model, pipe, x, y, positives).first.quantity == "loss"
+
+
+def test_a_step_must_add_to_the_gradients_that_stand_there():
+    """Or accumulation over steps would be lost; the report says that this is what is wrong."""
+    model = plain()
+    report = verify(model, Engine(model, 3, 3, "replaces gradients"))
+    assert "which replaced what stood in .grad and should be added to it" in str(report.first)
+
+
+class Weighted(nn.Module):
+    """A loss with a weight, a buffer, and a layer whose mode counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 2.0], dtype=torch.float64))
+        self.register_buffer("scale", torch.tensor(3.0, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return ((output - target).pow(2) * self.weight).mean() * self.scale
+
+
+def test_the_gradients_of_a_loss_are_compared_too():
+    """When it is a module with weights of its own, which stay as they are."""
+    model, loss_fn = plain(), Weighted()
+    pipe = GPipe(copy.deepcopy(model), [2, 3], devices=["cpu"] * 2, chunks=3)
+    assert verify_equivalence(model, pipe, *batch(), loss_fn).ok
+    report = verify_equivalence(model, Engine(model, 3, 3, "forgets the loss's own weights"), *batch(), loss_fn)
+    assert report.first.what == "gradient of the loss.weight"
+    assert loss_fn.weight.grad is None
 
 
 def test_an_engine_may_have_its_layers_as_children_of_the_same_names():
