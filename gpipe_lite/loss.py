@@ -103,7 +103,7 @@ def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
         if isinstance(loss_fn, partial):
             options = {**loss_fn.keywords, **options}
             loss_fn = loss_fn.func
-        elif isinstance(loss_fn, FunctionType) and loss_fn.__globals__["__name__"].startswith("torch._dynamo."):
+        elif isinstance(loss_fn, FunctionType) and loss_fn.__globals__.get("__name__", "").startswith("torch._dynamo."):
             loss_fn = vars(loss_fn)["__wrapped__"]  # torch.compile wraps it, once or twice
         else:
             break
