@@ -10,6 +10,7 @@ paper. Its running statistics, used in evaluation, can follow
 Source: Huang et al., *GPipe*, arXiv 1811.06965, section 2.2.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def layers_with_statistics(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     """The BatchNorm layers that keep running statistics."""
     return [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+
+
+def warn_of_statistics(model: nn.Module, num_micro_batches: int, stacklevel: int) -> None:
+    """Warn of the first BatchNorm layer whose running statistics follow the micro-batches."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
+            warnings.warn(
+                f"layer {name!r} is a BatchNorm, and its running statistics follow the micro-batches, "
+                f"{num_micro_batches} updates a mini-batch: pass deferred_batch_norm=True for those of the mini-batch, "
+                "as the unsplit model has them",
+                stacklevel=stacklevel,
+            )
+            return
 
 
 @contextmanager

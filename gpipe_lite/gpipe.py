@@ -8,51 +8,30 @@ the other half (:mod:`gpipe_lite.connect`). ``pipe.step(x, y, loss_fn)`` runs th
 """
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import index
-from typing import Any, Self, SupportsIndex, cast, get_args
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_lite import microbatch
 from gpipe_lite.balance import balance as best_balance
+from gpipe_lite.batchnorm import warn_of_statistics
 from gpipe_lite.connect import BackwardHalf, check_differentiation, connect, deliver, input_gradients, that_require_grad
-from gpipe_lite.loss import LossFn, LossHead, Weight, micro_batch_weights
+from gpipe_lite.loss import LossFn, LossHead, Weight, micro_batch_weights, seeds, total
 from gpipe_lite.partition import check_model, partition, shared_parameters
-from gpipe_lite.plan import Plan, ScheduleLike, check_name, make
+from gpipe_lite.plan import Plan, ScheduleLike, check_options, make
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
-from gpipe_lite.runtime import Timeline
+from gpipe_lite.runtime import StepResult, Timeline
 from gpipe_lite.schedule import Checkpoint, Phase, Schedule, Task
 from gpipe_lite.skip import routes
 from gpipe_lite.stage import Head, Settings, Stage
 from gpipe_lite.threads import Run, Workers
 from gpipe_lite.trace import Trace
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What came out of :meth:`GPipe.step`.
-
-    Attributes:
-        loss: of the whole mini-batch, shape ``()``, detached.
-        outputs: the model's outputs for the mini-batch, detached, if they were asked for.
-    """
-
-    loss: Tensor
-    outputs: Any
-    _timeline: Timeline
-
-    @property
-    def trace(self) -> Trace:
-        """What ran when, measured, in seconds."""
-        return self._timeline.trace()
 
 
 class GPipe(nn.Module):
@@ -101,13 +80,7 @@ class GPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex):
-            raise TypeError(f"chunks must be a whole number, not {chunks!r}")
-        if chunks < 1:
-            raise ValueError(f"chunks must be 1 or more, not {chunks}: it is the number of micro-batches")
-        if checkpoint not in get_args(Checkpoint):
-            raise ValueError(f"checkpoint must be one of {', '.join(get_args(Checkpoint))}, not {checkpoint!r}")
-        check_name(schedule)
+        check_options(chunks, checkpoint, schedule)
         if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
             raise TypeError(f"devices names one device a partition: write [{devices!r}] * K, not {devices!r}")
         self.chunks = index(chunks)
@@ -245,19 +218,15 @@ class GPipe(nn.Module):
         run = self._new_run(plan, head, loss_fn if isinstance(loss_fn, nn.Module) else None)
         given: dict[Task, Any] = {Task(Phase.FORWARD, 0, m): mb for m, mb in enumerate(micro_batches)}
         if torch.is_grad_enabled():
-            for m, share in enumerate(weights):
-                seed = torch.tensor(share, dtype=torch.float64, device=device)
-                # Where nothing counts, a loss is 0/0 and its gradient not a number: it takes no part.
-                given[Task(Phase.BACKWARD, last, m)] = [None if not share else seed if scale is None else scale(seed)]
+            for m, seed in enumerate(seeds(weights, device, scale)):
+                given[Task(Phase.BACKWARD, last, m)] = [seed]
         results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
         if torch.is_grad_enabled():
             inputs = microbatch.flatten(x)[0]
             gradients = input_gradients(results, inputs, sizes) + run.take_gradients()
             deliver([*that_require_grad(inputs), *run.parameters], gradients)
         with torch.no_grad():
-            losses = [results[Task(Phase.FORWARD, last, m)].detach() * share for m, share in enumerate(weights)]
-            # A micro-batch of which nothing counts has weight 0 and a loss of 0/0.
-            loss = torch.stack([part for part, share in zip(losses, weights, strict=True) if share]).sum()
+            loss = total([results[Task(Phase.FORWARD, last, m)] for m in range(len(weights))], weights)
             kept = head.kept
             outputs = None if kept is None else microbatch.merge([kept[m] for m in range(len(weights))], sizes)
         return StepResult(loss, outputs, run.timeline)
@@ -300,18 +269,9 @@ class GPipe(nn.Module):
         return [list(islice(layers, n)) for n in self.balance]
 
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
-        if self._warned or self.deferred_batch_norm or num_micro_batches == 1 or not self.training:
-            return
-        self._warned = True
-        for name, layer in self.named_modules():
-            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
-                warnings.warn(
-                    f"layer {name!r} is a BatchNorm, and its running statistics follow the micro-batches, "
-                    f"{num_micro_batches} updates a mini-batch: pass deferred_batch_norm=True for those of the "
-                    "mini-batch, as the unsplit model has them",
-                    stacklevel=4,
-                )
-                return
+        if not (self._warned or self.deferred_batch_norm or num_micro_batches == 1 or not self.training):
+            self._warned = True
+            warn_of_statistics(self, num_micro_batches, stacklevel=5)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let ``to()``, ``half()`` and the like change anything but where the partitions are."""

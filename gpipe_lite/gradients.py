@@ -4,7 +4,8 @@ Autograd hands out a gradient for each micro-batch, and may hand the same tensor
 as it is, the second makes a new tensor, and the following are added to that in place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,19 @@ def merged(stages: Iterable[GradientSums], parameters: Iterable[nn.Parameter]) -
         for key, gradient in sums.take().items():
             totals[key] = _sum(totals[key], gradient) if key in totals else gradient
     return [totals.get(id(parameter)) for parameter in parameters]
+
+
+@contextmanager
+def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Keep the hooks on parameters from firing in the stages: they fire once, when the whole gradient is there."""
+    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooks:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, its in hooks:
+            parameter._backward_hooks = its
 
 
 def ends(roots: Iterable[Tensor]) -> list[Tensor]:

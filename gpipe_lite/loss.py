@@ -96,6 +96,29 @@ def micro_batch_weights(
     return [count / total if total else float("nan") for count in counts]
 
 
+def seeds(
+    weights: Sequence[float], device: torch.device, scale: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor | None]:
+    """What the gradients of the micro-batches' losses start from.
+
+    Args:
+        weights: one a micro-batch.
+        device: of the losses.
+        scale: multiplies them.
+
+    Returns:
+        One a micro-batch, shape (). Where nothing counts, a loss is 0/0 and its gradient not a number: None.
+    """
+    plain = (torch.tensor(share, dtype=torch.float64, device=device) if share else None for share in weights)
+    return [seed if seed is None or scale is None else scale(seed) for seed in plain]
+
+
+def total(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mini-batch's loss, detached, without the micro-batches of which nothing counts."""
+    parts = [loss.detach() * share for loss, share in zip(losses, weights, strict=True) if share]
+    return torch.stack(parts).sum()
+
+
 def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
     """The function or module type under partials and torch.compile, and the options that it was given."""
     options: dict[str, Any] = {}

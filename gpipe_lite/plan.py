@@ -1,19 +1,31 @@
 """The schedule by which a pipeline runs so many micro-batches, from what the user named."""
 
 from collections.abc import Callable
+from typing import SupportsIndex, get_args
 
 from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 
 
-def check_name(schedule: ScheduleLike) -> None:
-    """Check that a schedule is one, or a function, or a name that we know.
+def check_options(chunks: int, checkpoint: str, schedule: ScheduleLike) -> None:
+    """Check what a pipeline is told about its micro-batches.
+
+    Args:
+        chunks: how many there are.
+        checkpoint: which of them are recomputed.
+        schedule: a schedule, a function that makes one, or a name.
 
     Raises:
-        TypeError: if it is something else.
-        ValueError: if nobody knows the name.
+        TypeError: if one of them is of another kind.
+        ValueError: if there are fewer than one, or nobody knows the name.
     """
+    if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex):
+        raise TypeError(f"chunks must be a whole number, not {chunks!r}")
+    if chunks < 1:
+        raise ValueError(f"chunks must be 1 or more, not {chunks}: it is the number of micro-batches")
+    if checkpoint not in get_args(Checkpoint):
+        raise ValueError(f"checkpoint must be one of {', '.join(get_args(Checkpoint))}, not {checkpoint!r}")
     if isinstance(schedule, str) and schedule not in BY_NAME:
         raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}")
     if not (isinstance(schedule, str | Schedule) or callable(schedule)):

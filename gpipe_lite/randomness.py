@@ -33,18 +33,28 @@ _DRAWING = threading.Lock()
 
 
 class StepSeed:
-    """The seed of one step, drawn when first needed."""
+    """The seed of one step, drawn when first needed, unless it is given.
+
+    Attributes:
+        is_used: whether anything was drawn from it.
+    """
 
     def __init__(self, value: int | None = None) -> None:
         self._value = value
+        self.is_used = False
 
     def of(self, layer: int, micro_batch: int) -> int:
         """The 64-bit seed of one layer's stream for one micro-batch. Call it with the lock held."""
+        self.is_used = True
         if self._value is None:
-            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
-            self._value = int(drawn)
+            self._value = draw_seed()
         packed = struct.pack("<3q", self._value, layer, micro_batch)
         return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+def draw_seed() -> int:
+    """Draw a step's seed from torch's default generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
 
 
 class CannotRepeatError(RuntimeError):

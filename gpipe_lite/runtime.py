@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gpipe_lite.schedule import Task
 from gpipe_lite.stage import Stage, Values
@@ -126,3 +127,22 @@ class Timeline:
     def trace(self) -> Trace:
         """What ran when so far, in seconds of ``perf_counter``."""
         return Trace(tuple(event for log in self.logs for event in log.events()), len(self.logs), self.name)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came out of a step.
+
+    Attributes:
+        loss: of the whole mini-batch, shape ``()``, detached.
+        outputs: the model's outputs for the mini-batch, detached, if they were asked for.
+    """
+
+    loss: Tensor
+    outputs: Any
+    _timeline: Timeline
+
+    @property
+    def trace(self) -> Trace:
+        """What ran when, measured, in seconds."""
+        return self._timeline.trace()

@@ -16,10 +16,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe_lite import transfer
-from gpipe_lite.gradients import merged
+from gpipe_lite.gradients import hooks_set_aside, merged
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
 from gpipe_lite.schedule import Schedule, Task
@@ -376,7 +376,7 @@ class Run:
             for device, (row, log) in enumerate(zip(part.device_tasks, self.timeline.logs, strict=True))
         ]
         try:
-            with _hooks_set_aside(self.parameters):
+            with hooks_set_aside(self.parameters):
                 if self._workers is None:
                     with self._ambient.entered(self._devices[0]):
                         jobs[0]()
@@ -391,16 +391,3 @@ class Run:
     def take_gradients(self) -> list[Tensor | None]:
         """Hand over the gradients of :attr:`parameters`. Those that stages share are summed in the stages' order."""
         return merged((stage.gradients for stage in self._stages), self.parameters)
-
-
-@contextmanager
-def _hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Keep the hooks on parameters from firing in the stages: they fire once, when the whole gradient is there."""
-    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    for parameter, _ in hooks:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, its in hooks:
-            parameter._backward_hooks = its
