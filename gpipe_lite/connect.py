@@ -98,7 +98,7 @@ class BackwardHalf:
         except BaseException:
             self._run = None  # the stages have dropped everything
             raise
-        return input_gradients(results, inputs, self._sizes) + run.take_gradients()
+        return input_gradients(results, inputs, self._sizes) + run.take_gradients(self.parameters)
 
     def _cut(self, gradient: Tensor) -> Sequence[Tensor]:
         """For each micro-batch its samples' rows; for the only one the tensor itself, which may have no axis."""
@@ -163,6 +163,11 @@ class _Drain(torch.autograd.Function):
             raise RuntimeError(
                 "backward ran with create_graph=True, and gradients of gradients cannot pass through a pipeline, whose "
                 "stages cut the graph: take them of the unsplit model, or of the layers that need them"
+            )
+        if any(g is not None and torch._C._functorch.is_batchedtensor(g) for g in ctx.gradients):
+            raise RuntimeError(
+                "backward ran for many gradients at once (vectorize=True, or is_grads_batched=True), and a pipeline "
+                "takes one at a time: leave that out, which takes as many backward passes"
             )
         gradients = ctx.gradients[:]
         ctx.gradients[:] = [None] * len(gradients)

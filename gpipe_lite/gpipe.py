@@ -98,21 +98,23 @@ class GPipe(nn.Module):
         self._routes = routes(partitions)
         self._warned = False
         self.devices = _place(partitions, wanted)
-        for name, layer in module.named_children():
-            if hasattr(GPipe, name) or name in vars(self):
-                raise ValueError(f"layer {name!r} has the name of an attribute of GPipe: rename the layer")
-            self.add_module(name, layer)
         self.training = module.training
         self._workers: Workers | None = None
         self._timeline: Timeline | None = None
         self._plans: dict[tuple[int, Checkpoint], Plan] = {}
+        for name, layer in module.named_children():
+            if hasattr(GPipe, name) or name in vars(self):
+                raise ValueError(f"layer {name!r} has the name of an attribute of GPipe: rename the layer")
+            self.add_module(name, layer)
 
     def __len__(self) -> int:
         """The number of layers."""
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        """A layer of the model."""
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A layer of the model; of a slice, an ``nn.Sequential``."""
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self.named_children())[index]))
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -223,8 +225,9 @@ class GPipe(nn.Module):
         results = run.execute(plan.whole if torch.is_grad_enabled() else plan.forward, given)
         if torch.is_grad_enabled():
             inputs = microbatch.flatten(x)[0]
-            gradients = input_gradients(results, inputs, sizes) + run.take_gradients()
-            deliver([*that_require_grad(inputs), *run.parameters], gradients)
+            parameters = run.parameters
+            gradients = input_gradients(results, inputs, sizes) + run.take_gradients(parameters)
+            deliver([*that_require_grad(inputs), *parameters], gradients)
         with torch.no_grad():
             loss = total([results[Task(Phase.FORWARD, last, m)] for m in range(len(weights))], weights)
             kept = head.kept
@@ -248,7 +251,9 @@ class GPipe(nn.Module):
 
     def _new_run(self, plan: Plan, head: Head | None = None, loss: nn.Module | None = None) -> Run:
         self._warn_of_batch_norm(plan.whole.num_micro_batches)
-        settings = Settings(plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self.parameters)
+        settings = Settings(
+            plan.whole, StepSeed(), self._routes, self.deferred_batch_norm, self.parameters, self._shared_modules()
+        )
         stages, first_layer = [], 0
         for k, (layers, device) in enumerate(zip(self._layers_of_stages(), self.devices, strict=True)):
             at_end = (head, loss) if k + 1 == len(self.balance) else ()
@@ -267,6 +272,15 @@ class GPipe(nn.Module):
             )
         layers = cast(Iterator[tuple[str, nn.Module]], iter(self._modules.items()))
         return [list(islice(layers, n)) for n in self.balance]
+
+    def _shared_modules(self) -> frozenset[nn.Module]:
+        """The parts of layers that more than one stage runs."""
+        seen, shared = set[nn.Module](), set[nn.Module]()
+        for layers in self._layers_of_stages():
+            here = {part for _, layer in layers for part in layer.modules()}
+            shared |= here & seen
+            seen |= here
+        return frozenset(shared)
 
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
         if not (self._warned or self.deferred_batch_norm or num_micro_batches == 1 or not self.training):

@@ -4,8 +4,10 @@ Autograd hands out a gradient for each micro-batch, and may hand the same tensor
 as it is, the second makes a new tensor, and the following are added to that in place.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,34 +77,57 @@ def merged(stages: Iterable[GradientSums], parameters: Iterable[nn.Parameter]) -
     return [totals.get(id(parameter)) for parameter in parameters]
 
 
+_aside: dict[int, tuple[Any, int]] = {}
+"""Hooks, and how many stages have set them aside at the moment, by their parameters' ids."""
+
+_setting_aside = threading.Lock()
+
+
 @contextmanager
-def hooks_set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Keep the hooks on parameters from firing in the stages: they fire once, when the whole gradient is there."""
-    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    for parameter, _ in hooks:
-        parameter._backward_hooks = None
+def hooks_set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the hooks on parameters from firing in a stage: they fire once, when the whole gradient is there."""
+    with _setting_aside:
+        mine = [parameter for parameter in parameters if parameter._backward_hooks or id(parameter) in _aside]
+        for parameter in mine:
+            hooks, users = _aside.get(id(parameter), (parameter._backward_hooks, 0))
+            _aside[id(parameter)] = hooks, users + 1
+            parameter._backward_hooks = None
     try:
         yield
     finally:
-        for parameter, its in hooks:
-            parameter._backward_hooks = its
+        with _setting_aside:
+            for parameter in mine:
+                hooks, users = _aside.pop(id(parameter))
+                if users > 1:
+                    _aside[id(parameter)] = hooks, users - 1
+                else:
+                    parameter._backward_hooks = hooks
 
 
-def ends(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors at which a graph ends: all that require grad and were not computed."""
+def strangers(roots: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors at which a graph ends, all that require grad and were not computed, but for the known ones.
+
+    Args:
+        roots: what the graph computed.
+        known: where it may end; of those that were computed themselves, the graph before them does not count.
+    """
+    known = list(known)
+    ids, seen = set(map(id, known)), {None, *(tensor.grad_fn for tensor in known)}
     found, nodes = [], []
     for root in roots:
-        if root.grad_fn is not None:
-            nodes.append(root.grad_fn)
-        elif root.requires_grad:
+        if root.grad_fn is None and root.requires_grad and id(root) not in ids:
             found.append(root)
-    seen = set(nodes)
+        elif root.grad_fn not in seen:
+            seen.add(root.grad_fn)
+            nodes.append(root.grad_fn)
     while nodes:
         node = nodes.pop()
-        if (tensor := getattr(node, "variable", None)) is not None:
+        assert node is not None
+        tensor = getattr(node, "variable", None)  # of AccumulateGrad; other nodes are the user's, and may have one
+        if isinstance(tensor, Tensor) and not node.next_functions and id(tensor) not in ids:
             found.append(tensor)
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen:
                 seen.add(following)
                 nodes.append(following)
     return found

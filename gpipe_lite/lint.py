@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_lite.compare import called, device_of, gap, scale, state_of, tensors_in, tolerance_for, undisturbed
 from gpipe_lite.gpipe import GPipe
-from gpipe_lite.gradients import ends
+from gpipe_lite.gradients import strangers
 from gpipe_lite.microbatch import batch_size, flatten, map_tensors, merge, split
 from gpipe_lite.partition import check_model, partition, shared_parameters
 from gpipe_lite.randomness import CannotRepeatError, StepSeed, Stream
@@ -162,8 +162,7 @@ def _run(layer: nn.Module, value: Any, known: list[Tensor], seed: int = 0, strea
     torch.manual_seed(seed)
     with _restored(layer) as changed, stream or nullcontext(), torch.enable_grad():
         if stream is not None:
-            stream.repeats = True
-            stream.at(0, 0)
+            stream.at(0, 0, repeats=True)
         value = map_tensors(Tensor.clone, roots)  # it may write into a clone, but not into a leaf
         given = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
@@ -172,8 +171,7 @@ def _run(layer: nn.Module, value: Any, known: list[Tensor], seed: int = 0, strea
         except CannotRepeatError as error:
             return _Ran((), refused=str(error))
     wrote = [tensor._version for tensor in given] != versions
-    outside = [end for end in ends(tensors_in(output)) if all(end is not tensor for tensor in known)]
-    return _Ran(map_tensors(Tensor.detach, output), wrote, changed, outside)
+    return _Ran(map_tensors(Tensor.detach, output), wrote, changed, strangers(tensors_in(output), known))
 
 
 def _with_grad(value: Any) -> Any:

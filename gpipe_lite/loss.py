@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -130,11 +130,21 @@ def _options(loss_fn: LossFn) -> tuple[Any, dict[str, Any]]:
             loss_fn = vars(loss_fn)["__wrapped__"]  # torch.compile wraps it, once or twice
         else:
             break
+    if isinstance(loss_fn, FunctionType | BuiltinFunctionType):
+        return loss_fn, options
     if isinstance(loss_fn, nn.Module):
         loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)
-        names = ("reduction", "ignore_index", "weight")
-        return type(loss_fn), {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
-    return loss_fn, options
+    names = ("reduction", "ignore_index", "weight")
+    options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)} | options
+    if _does_itself(loss_fn) and options.get("reduction") != "sum":
+        options.pop("reduction", None)  # it may reduce what its base left as it was
+    return type(loss_fn), options
+
+
+def _does_itself(loss_fn: Any) -> bool:
+    """Whether a loss is not one of torch's, or goes another way than its base."""
+    forward = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else None
+    return getattr(forward, "__module__", "") != "torch.nn.modules.loss"
 
 
 def _reduction(options: Mapping[str, Any]) -> str:
@@ -159,7 +169,10 @@ def _said(weight: Weight, target: Any, micro_batch: int) -> float:
 def _averages_over(function: Any, options: dict[str, Any], target: Any, size: int) -> float:
     modules = nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss
     functions = functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy
-    is_known = issubclass(function, modules) if isinstance(function, type) else function in functions
+    if isinstance(function, type):
+        is_known = issubclass(function, modules) and any(function.forward is module.forward for module in modules)
+    else:
+        is_known = function in functions
     if not is_known or not isinstance(target, Tensor) or target.is_floating_point():
         return float(size)
     ignored = options.get("ignore_index")

@@ -71,7 +71,7 @@ class Stream(TorchFunctionMode):
 
     def __init__(self, seed: StepSeed, device: torch.device) -> None:
         super().__init__()
-        self.repeats = False  # whether a recomputation must draw the same
+        self._repeats = False
         self._seed = seed
         self._generators = [torch.default_generator]
         if device.type == "cuda":  # pragma: no cover - needs CUDA
@@ -82,9 +82,16 @@ class Stream(TorchFunctionMode):
         # A compiled layer is traced with this mode. It may look at which functions draw, and not into drawing.
         self._draw = torch.compiler.disable(self._seeded) if "torch._dynamo" in sys.modules else self._seeded
 
-    def at(self, layer: int, micro_batch: int) -> None:
-        """Start the stream of this layer and micro-batch from its beginning."""
+    def at(self, layer: int, micro_batch: int, repeats: bool = False) -> None:
+        """Start the stream of this layer and micro-batch from its beginning.
+
+        Args:
+            layer: its index in the model.
+            micro_batch: m.
+            repeats: whether a recomputation must be able to draw the same.
+        """
         self._at = (layer, micro_batch)
+        self._repeats = repeats
         self._states = None
 
     def __torch_function__(
@@ -119,12 +126,12 @@ class Stream(TorchFunctionMode):
 
     def _refuse_what_cannot_be_repeated(self, func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         generator = kwargs.get("generator")
-        if self.repeats and generator is not None and generator not in self._generators:
+        if self._repeats and generator is not None and generator not in self._generators:
             raise CannotRepeatError(
                 f"{func.__name__} draws from a torch.Generator of the layer's own, so the recomputation of this "
                 'micro-batch would draw other numbers: draw from torch\'s default generator, or use checkpoint="never"'
             )
-        frame: FrameType | None = sys._getframe() if torch.is_grad_enabled() or self.repeats else None
+        frame: FrameType | None = sys._getframe() if torch.is_grad_enabled() or self._repeats else None
         while frame is not None:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise CannotRepeatError(
@@ -200,9 +207,10 @@ _RANDOM_MODULES = (
     nn.RNNBase,
     nn.RNNCellBase,
     nn.RReLU,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
 )
+"""They draw in training alone. Without a stream torch takes its fast path for attention in evaluation."""
+
+_ALWAYS_RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def never_draws(modules: Iterable[nn.Module]) -> bool:
@@ -210,7 +218,12 @@ def never_draws(modules: Iterable[nn.Module]) -> bool:
 
     Sure of are torch's own layers but the random ones. Of other people's modules and of hooks nobody knows.
     """
-    return all(is_plain(module) and not isinstance(module, _RANDOM_MODULES) for module in modules)
+    return all(
+        is_plain(module)
+        and not isinstance(module, _ALWAYS_RANDOM_MODULES)
+        and not (module.training and isinstance(module, _RANDOM_MODULES))
+        for module in modules
+    )
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -25,11 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from gpipe_lite.randomness import is_plain
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its buffers."""
+
+_SMALL = 1 << 16  # elements
 
 Copies = Mapping[Place, Tensor | None]
 """Of buffers."""
@@ -43,34 +46,46 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [
-            (module, name)
-            for module in modules
-            if module._buffers and not _leaves_buffers_alone(module)
-            for name in module._buffers
-        ]
-        self._last: dict[Place, tuple[Tensor, int, Tensor]] = {}
+        writers = [module for module in modules if not _leaves_buffers_alone(module)]
+        self._places = [(module, name) for module in writers for name, _ in module.named_buffers(recurse=False)]
+        self._places += [(module, name) for module in writers for name in _empty_buffers(module)]
+        self._last: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def copies(self) -> Copies:
-        """Copy the buffers as they are. What was not written since the last time is not copied again."""
+        """Copy the buffers as they are. Large ones that were not written since the last time are not copied again.
+
+        A write is told by the tensor's version, which some of torch's operators and ``.data`` pass by: so small ones
+        are copied anyway. Two places that hold one tensor get one copy.
+
+        Raises:
+            RuntimeError: if a scripted layer has buffers.
+        """
         copies: dict[Place, Tensor | None] = {}
-        for place in self._places:
-            buffer = place[0]._buffers.get(place[1])
-            if buffer is None:
-                copies[place] = None
+        new: set[int] = set()
+        for module, name in self._places:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"a scripted layer has a buffer, {name!r}, which a recomputation could not give back to it: use "
+                    'checkpoint="never", or the layer before it was scripted'
+                )
+            buffer = module._buffers.get(name)
+            if buffer is None or is_lazy(buffer):
+                copies[module, name] = None
                 continue
-            last = self._last.get(place)
-            if last is None or last[0] is not buffer or last[1] != version([buffer]):
-                last = self._last[place] = buffer, version([buffer]), buffer.detach().clone()
-            copies[place] = last[2]
+            key, now = id(buffer), version([buffer])
+            if not (key in new or (buffer.numel() > _SMALL and key in self._last and self._last[key][1] == now)):
+                self._last[key] = buffer, now, buffer.detach().clone()
+                new.add(key)
+            copies[module, name] = self._last[key][2]
         return copies
 
     @contextmanager
     def as_of(self, copies: Copies) -> Iterator[None]:
         """Run layers on the buffers as they were then."""
         now = {place: place[0]._buffers.get(place[1]) for place in copies}
+        clones = {id(buffer): buffer.clone() for buffer in copies.values() if buffer is not None}
         for (module, name), buffer in copies.items():
-            module._buffers[name] = buffer if buffer is None else buffer.clone()
+            module._buffers[name] = None if buffer is None else clones[id(buffer)]
         try:
             yield
         finally:
@@ -87,7 +102,7 @@ class Layers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._were = [(module, _attributes(module), module.training) for module in modules]
-        self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._parameters = [p for module in modules if not _renormalises(module) for p in module.parameters(False)]
         self._version = version(self._parameters)
 
     @contextmanager
@@ -126,8 +141,9 @@ class Glimpse:
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._values = [_some(tensor) for tensor in tensors if tensor.layout == torch.strided]
+        dense = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_nested]
+        self._forms = len(tensors), [(tensor.shape, tensor.dtype) for tensor in dense]
+        self._values = list(map(_some, dense))
 
     def has_form_of(self, other: "Glimpse") -> bool:
         """Whether both are of as many tensors, of the same shapes and dtypes."""
@@ -143,6 +159,8 @@ class Glimpse:
 def _some(tensor: Tensor) -> Tensor:
     """Some 256 values from everywhere in a tensor; an odd step passes through all columns of a matrix."""
     step = tensor.numel() // 256 | 1
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.to(torch.complex64)  # torch compares no others
     return tensor.detach().reshape(-1)[::step].clone()
 
 
@@ -171,6 +189,18 @@ def _is_same(now: Mapping[str, Any], were: Mapping[str, Any]) -> bool:
 def version(tensors: Iterable[Tensor]) -> int:
     """Changes whenever one of the tensors is written to."""
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())
+
+
+def _empty_buffers(module: nn.Module) -> list[str]:
+    """The names of buffers that are None so far."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    return [name for name, buffer in module._buffers.items() if buffer is None]
+
+
+def _renormalises(module: nn.Module) -> bool:
+    """Whether a module writes into its own weight in each forward pass, and finds it written in the next."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
 
 
 def _leaves_buffers_alone(module: nn.Module) -> bool:

@@ -14,17 +14,17 @@ With recomputation only the leaf is kept; R runs the layers again, with the same
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_lite.batchnorm import DeferredStatistics, layers_with_statistics, statistics_left_alone
-from gpipe_lite.gradients import GradientSums, ends
+from gpipe_lite.gradients import GradientSums, hooks_set_aside, strangers
 from gpipe_lite.microbatch import Spec, flatten, unflatten
 from gpipe_lite.randomness import StepSeed, Stream, never_draws
 from gpipe_lite.schedule import Phase, Schedule, Task
@@ -60,6 +60,7 @@ class Settings:
         routes: where skips come from and go to.
         defers_batch_norm: whether running statistics follow the mini-batch.
         parameters: of the whole model.
+        shared: parts of layers that more than one stage runs.
     """
 
     schedule: Schedule
@@ -67,6 +68,7 @@ class Settings:
     routes: Routes
     defers_batch_norm: bool
     parameters: Callable[[], Iterable[nn.Parameter]]
+    shared: Container[nn.Module]
 
 
 @dataclass(slots=True)
@@ -147,15 +149,14 @@ class Stage:
         self._first_layer = first_layer
         self._settings = settings
         self._head = head
-        tops = [layer for _, layer in layers] + ([] if loss is None else [loss])
-        self.modules = modules = [module for top in tops for module in top.modules()]
-        self.gradients = GradientSums({id(p): p for top in tops for p in top.parameters() if p.requires_grad}.values())
-        quiet = head is None and never_draws(modules)
-        self._stream = None if quiet else Stream(settings.seed, device)
+        self._tops = [layer for _, layer in layers] + ([] if loss is None else [loss])
+        self.modules = modules = [module for top in self._tops for module in top.modules()]
+        self._stream = None if never_draws(modules) else Stream(settings.seed, device)
+        self._stream_of_head = None if head is None else Stream(settings.seed, device)
         self._skips = any(isinstance(module, Stash | Pop) for module in modules)
         self._with_statistics = layers_with_statistics(modules)
         self._deferred = DeferredStatistics(modules) if settings.defers_batch_norm else None
-        self._buffers = Buffers(modules)
+        self._buffers = Buffers(module for module in modules if module not in settings.shared)
         self._copies_input = _writes_into_input(layers[0][1])
         self._num_forwards = self._num_backwards = 0
         self._is_reached = False  # whether any gradient came to something that requires grad
@@ -163,6 +164,11 @@ class Stage:
         self._repeated: list[tuple[int, Glimpse, Glimpse]] = []  # of a micro-batch, what F and what R made
         self._saved: dict[int, Saved] = {}
         self.at = ""  # the layer at work, for errors
+
+    @cached_property
+    def gradients(self) -> GradientSums:
+        """The sums. First asked for when the layers have run once, since these may make or unfreeze a parameter."""
+        return GradientSums({id(p): p for top in self._tops for p in top.parameters() if p.requires_grad}.values())
 
     def run(self, task: Task, received: Values) -> Values:
         """Do one task.
@@ -196,10 +202,7 @@ class Stage:
         schedule, keep = self._settings.schedule, torch.is_grad_enabled()
         recomputed = keep and schedule.recomputes(self.index, micro_batch)
         inputs = Flat.of(received)
-        inputs.leaves = [_cut(leaf) for leaf in inputs.leaves]
-        for leaf in inputs.leaves:
-            if keep and isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, self.index))  # holds no stage
+        inputs.leaves = self._new_leaves(inputs)
         before = version(_tensors(inputs.leaves)) if keep else 0
         buffers = self._buffers.copies() if recomputed else {}
         with self._deferred.gathering() if self._deferred else nullcontext():
@@ -220,6 +223,7 @@ class Stage:
                 "pass, so it cannot be recomputed: make the stage's first layer write elsewhere (inplace=False), leave "
                 'the batch as it is until backward() returns, or use checkpoint="never"'
             )
+        saved.inputs.leaves = self._new_leaves(saved.inputs)  # a layer may have put a hook on the first pass's
         _this_thread.recomputing = True
         try:
             with statistics_left_alone(self._with_statistics), self._buffers.as_of(saved.buffers):
@@ -260,7 +264,8 @@ class Stage:
         if pairs:
             roots, seeds = zip(*pairs, strict=True)
             if wanted:  # all that the graph reaches may have been frozen since
-                found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
+                with hooks_set_aside(self.gradients.parameters):
+                    found = list(torch.autograd.grad(roots, wanted, seeds, self.retain_graph, allow_unused=True))
         of = iter(found)
         each = [next(of) if isinstance(end, Tensor) and end.requires_grad else None for end in sources]
         self.gradients.add(each[len(inputs.leaves) :])
@@ -274,10 +279,7 @@ class Stage:
         Parameters of other stages, which a layer or a penalty in the loss may use, are taken in. Other tensors from
         outside are refused, since their gradients would be lost.
         """
-        known = {id(tensor) for tensor in (*inputs, *self.gradients.parameters)}
-        for tensor in ends(roots):
-            if id(tensor) in known:
-                continue
+        for tensor in strangers(roots, [*_tensors(inputs), *self.gradients.parameters]):
             of_model = next((parameter for parameter in self._settings.parameters() if parameter is tensor), None)
             if of_model is None:
                 raise RuntimeError(
@@ -305,31 +307,38 @@ class Stage:
             'checkpoint="never"'
         )
 
+    def _new_leaves(self, inputs: Flat) -> list[Any]:
+        """New leaves for the graph, which share the memory of the old."""
+        leaves = [_cut(leaf) for leaf in inputs.leaves]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, self.index))  # holds no stage
+        return leaves
+
     def _run_layers(self, micro_batch: int, inputs: Flat) -> Flat:
         leaves = inputs.leaves
         if self._copies_input:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         values = inputs.values(leaves)
         value = values.pop(self.index - 1)
-        stream = self._stream
-        if stream is not None:
-            stream.repeats = self._settings.schedule.recomputes(self.index, micro_batch)
+        stream, repeats = self._stream, self._settings.schedule.recomputes(self.index, micro_batch)
         nothing: Kept = {}
         arriving = {port.name: kept for port, kept in values.items() if isinstance(port, Skip)}
         with carried(arriving) if self._skips else nullcontext(nothing) as kept, stream or nullcontext():
             for layer, (name, module) in enumerate(self._layers, self._first_layer):
                 self.at = f"layer {name!r} ({type(module).__name__})"
                 if stream is not None:
-                    stream.at(layer, micro_batch)
+                    stream.at(layer, micro_batch, repeats)
                 value = module(value)
             self.at = ""
             leaving = left_over(kept, self._settings.routes.leaving(self.index))
-            if self._head is not None:
-                self.at = "the loss function"
-                if stream is not None:
-                    stream.at(-1, micro_batch)
+        if self._head is not None:
+            assert self._stream_of_head is not None
+            self.at = "the loss function"
+            self._stream_of_head.at(-1, micro_batch, repeats)
+            with self._stream_of_head:
                 value = self._head(micro_batch, value)
-        self.at = ""
+            self.at = ""
         return Flat.of({self.index + 1: value} | leaving)
 
     def explain(self, error: BaseException, task: Task, received: Values | None) -> None:

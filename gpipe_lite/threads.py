@@ -16,10 +16,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_lite import transfer
-from gpipe_lite.gradients import hooks_set_aside, merged
+from gpipe_lite.gradients import merged
 from gpipe_lite.microbatch import flatten, unflatten
 from gpipe_lite.runtime import Cancelled, Log, Timeline, run_tasks
 from gpipe_lite.schedule import Schedule, Task
@@ -328,7 +328,6 @@ class Run:
         workers: Workers | None,
     ) -> None:
         self.schedule = schedule
-        self.parameters = list({id(p): p for stage in stages for p in stage.gradients.parameters}.values())
         self.timeline = Timeline(schedule.name, tuple(Log(device) for device in devices))
         self._routes = routes
         self._stages = stages
@@ -376,18 +375,22 @@ class Run:
             for device, (row, log) in enumerate(zip(part.device_tasks, self.timeline.logs, strict=True))
         ]
         try:
-            with hooks_set_aside(self.parameters):
-                if self._workers is None:
-                    with self._ambient.entered(self._devices[0]):
-                        jobs[0]()
-                else:
-                    self._workers.run(jobs, self._ambient, cancel=mail.close)
+            if self._workers is None:
+                with self._ambient.entered(self._devices[0]):
+                    jobs[0]()
+            else:
+                self._workers.run(jobs, self._ambient, cancel=mail.close)
         except BaseException:
             for stage in self._stages:
                 stage.forget()
             raise
         return mail.results
 
-    def take_gradients(self) -> list[Tensor | None]:
-        """Hand over the gradients of :attr:`parameters`. Those that stages share are summed in the stages' order."""
-        return merged((stage.gradients for stage in self._stages), self.parameters)
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that get a gradient; known when the forward tasks have run, which may make or unfreeze some."""
+        return list({id(p): p for stage in self._stages for p in stage.gradients.parameters}.values())
+
+    def take_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+        """Hand over the gradients of parameters. Those that stages share are summed in the stages' order."""
+        return merged((stage.gradients for stage in self._stages), parameters)
