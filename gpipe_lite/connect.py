@@ -164,7 +164,7 @@ class _Drain(torch.autograd.Function):
                 "backward ran with create_graph=True, and gradients of gradients cannot pass through a pipeline, whose "
                 "stages cut the graph: take them of the unsplit model, or of the layers that need them"
             )
-        if any(g is not None and torch._C._functorch.is_batchedtensor(g) for g in ctx.gradients):
+        if any(gradient is not None and _is_batched(gradient) for gradient in ctx.gradients):
             raise RuntimeError(
                 "backward ran for many gradients at once (vectorize=True, or is_grads_batched=True), and a pipeline "
                 "takes one at a time: leave that out, which takes as many backward passes"
@@ -173,6 +173,11 @@ class _Drain(torch.autograd.Function):
         ctx.gradients[:] = [None] * len(gradients)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return None, None, None, *ctx.half.execute(gradients, ctx.inputs, retain_graph=keep)
+
+
+def _is_batched(gradient: Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
 
 
 class _Outputs(torch.autograd.Function):

@@ -13,6 +13,8 @@ from itertools import islice
 from typing import NamedTuple, SupportsIndex
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from gpipe_lite.balance import check_balance
 
@@ -82,6 +84,12 @@ def check_model(module: nn.Module) -> None:
             "there are hooks on the nn.Sequential itself, which a pipeline would not call: register them on a layer, "
             "or on the pipe once it is built"
         )
+    for name, part in module.named_modules():
+        if isinstance(part, _NormBase) and _is_unknown(part):
+            raise ValueError(
+                f"layer {name!r} is a {type(part).__name__} that does not know its size, and would learn it amid a "
+                "step: run the model once on a sample before"
+            )
     first_at: dict[nn.Module, int] = {}
     for i, layer in enumerate(module):
         if (first := first_at.setdefault(layer, i)) != i:
@@ -89,6 +97,11 @@ def check_model(module: nn.Module) -> None:
                 f"layers {first} and {i} are one {type(layer).__name__} object, and a layer has one place: "
                 f"make two layers; to share weights, give layer {i} the parameters of layer {first}"
             )
+
+
+def _is_unknown(part: nn.Module) -> bool:
+    """Whether a layer is a lazy one that has not run yet."""
+    return any(is_lazy(tensor) for tensor in (*part.parameters(False), *part.buffers(False)))
 
 
 def layer_names(partitions: Sequence[nn.Sequential]) -> list[list[str]]:

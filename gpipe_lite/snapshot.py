@@ -18,7 +18,7 @@ BatchNorm's running statistics do not enter what it computes in training, so the
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,14 @@ class Buffers:
 
     Args:
         modules: the layers with all their parts.
+        shared: parts that other stages run at the same time, so that their buffers may not be exchanged.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], shared: Container[nn.Module] = ()) -> None:
         writers = [module for module in modules if not _leaves_buffers_alone(module)]
+        self._shared = [buffer for module in writers if module in shared for buffer in module.buffers(False)]
+        self._shared_version = version(self._shared)
+        writers = [module for module in writers if module not in shared]
         self._places = [(module, name) for module in writers for name, _ in module.named_buffers(recurse=False)]
         self._places += [(module, name) for module in writers for name in _empty_buffers(module)]
         self._last: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -81,7 +85,16 @@ class Buffers:
 
     @contextmanager
     def as_of(self, copies: Copies) -> Iterator[None]:
-        """Run layers on the buffers as they were then."""
+        """Run layers on the buffers as they were then.
+
+        Raises:
+            RuntimeError: if layers write into a part that stages share.
+        """
+        if version(self._shared) != self._shared_version:
+            raise RuntimeError(
+                "a part of layers that several stages share writes into its buffers in forward, and a recomputation "
+                'would write again: give each stage a part of its own, or use checkpoint="never"'
+            )
         now = {place: place[0]._buffers.get(place[1]) for place in copies}
         clones = {id(buffer): buffer.clone() for buffer in copies.values() if buffer is not None}
         for (module, name), buffer in copies.items():

@@ -156,7 +156,7 @@ class Stage:
         self._skips = any(isinstance(module, Stash | Pop) for module in modules)
         self._with_statistics = layers_with_statistics(modules)
         self._deferred = DeferredStatistics(modules) if settings.defers_batch_norm else None
-        self._buffers = Buffers(module for module in modules if module not in settings.shared)
+        self._buffers = Buffers(modules, settings.shared)
         self._copies_input = _writes_into_input(layers[0][1])
         self._num_forwards = self._num_backwards = 0
         self._is_reached = False  # whether any gradient came to something that requires grad
@@ -210,6 +210,11 @@ class Stage:
         self._num_forwards += 1
         if self._deferred and self._num_forwards == schedule.num_micro_batches:
             self._deferred.update()
+        if recomputed and any(tensor.is_nested for tensor in _tensors(outputs.leaves)):
+            raise RuntimeError(
+                f"a nested tensor leaves stage {self.index}, which is recomputed, and its recomputation is of another "
+                'kind for autograd: pad it at the boundary, or use checkpoint="never"'
+            )
         if keep:
             glimpse = Glimpse(outputs.leaves) if recomputed else None
             self._saved[micro_batch] = Saved(inputs, before, buffers, glimpse, None if recomputed else outputs)
@@ -279,7 +284,16 @@ class Stage:
         Parameters of other stages, which a layer or a penalty in the loss may use, are taken in. Other tensors from
         outside are refused, since their gradients would be lost.
         """
-        for tensor in strangers(roots, [*_tensors(inputs), *self.gradients.parameters]):
+        own = self.gradients.parameters
+        for computed in [parameter for parameter in own if not parameter.is_leaf]:
+            for source in strangers([computed], ()):
+                if any(source is parameter for parameter in own):
+                    raise RuntimeError(
+                        f"a weight on stage {self.index}, of shape {tuple(computed.shape)}, is computed from another "
+                        f"there, of shape {tuple(source.shape)}, whose gradient would count twice: compute both from "
+                        "tensors that are on no stage"
+                    )
+        for tensor in strangers(roots, [*_tensors(inputs), *own]):
             of_model = next((parameter for parameter in self._settings.parameters() if parameter is tensor), None)
             if of_model is None:
                 raise RuntimeError(

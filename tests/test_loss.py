@@ -76,6 +76,43 @@ def test_the_loss_with_the_output_layer_inside_tells_what_it_ignores():
         assert micro_batch_weights(loss_fn, rows, [3, 3]) == [1 / 4, 3 / 4]
 
 
+class Focal(nn.CrossEntropyLoss):
+    """Weighs hard samples more; it divides by the samples, whatever its base would divide by."""
+
+    def forward(self, output, target):
+        loss = functional.cross_entropy(output, target, reduction="none", weight=self.weight)
+        return ((1 - (-loss).exp()).square() * loss).mean()
+
+
+class Summed:
+    reduction = "sum"
+
+    def __call__(self, output, target):
+        return (output - target).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "weights"),
+    [
+        (Focal(), [0.75, 0.25]),
+        (Focal(weight=torch.tensor([1.0, 9.0])), [0.75, 0.25]),
+        (Focal(reduction="none"), [0.75, 0.25]),
+        (Focal(reduction="sum"), [1.0, 1.0]),
+        (Summed(), [1.0, 1.0]),
+    ],
+)
+def test_losses_that_go_their_own_way_are_not_taken_for_torchs(loss_fn, weights):
+    """They average over samples, or say that they sum; ``weight`` says anything else."""
+    assert micro_batch_weights(loss_fn, [torch.tensor([0, 1, 1]), torch.tensor([1])], [3, 1]) == weights
+
+
+def test_a_function_without_a_module_is_a_function():
+    """As a program defines that runs a student's text."""
+    names = {}
+    exec("def loss_fn(output, target):\n    return (output - target).mean()", {}, names)
+    assert micro_batch_weights(names["loss_fn"], [torch.rand(3), torch.rand(1)], [3, 1]) == [0.75, 0.25]
+
+
 def test_a_function_that_wraps_torchs_is_not_taken_for_it():
     """What it does with the target nobody knows, though it has the name."""
 

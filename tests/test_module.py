@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_lite import GPipe, is_recomputing
@@ -727,7 +728,139 @@ def test_a_weight_that_is_computed_once_and_cached_is_explained(schedule):
     assert "a weight computed before the forward pass and cached" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_hook_that_a_layer_puts_on_its_input_fires_once(checkpoint):
+    """As where gradients are reversed, or clipped, inside a layer; where it stands makes no difference."""
+
+    class Reverse(nn.Module):
+        def forward(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda gradient: -3 * gradient)
+            return x * 1.0
+
+    plain = nn.Sequential(nn.Linear(3, 3), Reverse(), nn.Linear(3, 3)).double()
+    x = torch.randn(6, 3).double()
+    plain(x).pow(2).sum().backward()
+    for balance in ([1, 2], [2, 1], [3]):
+        pipe = pipeline(copy.deepcopy(plain), balance, checkpoint=checkpoint)
+        pipe.zero_grad()
+        output = pipe(x).pow(2).sum()
+        output.backward(retain_graph=True)
+        assert_same_gradients(plain, pipe)
+        pipe.zero_grad()
+        output.backward()
+        assert_same_gradients(plain, pipe)
+        pipe.zero_grad()
+        pipe.step(x, x, lambda output, _: output.pow(2).mean(), scale=lambda seed: seed * x.numel())
+        assert_same_gradients(plain, pipe)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("inside_step", [False, True])
+def test_a_parameter_that_forward_makes_or_unfreezes_gets_its_gradient(inside_step, checkpoint):
+    """In that very pass, with a hook that is put there too, which fires once."""
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3).requires_grad_(False)
+
+        def forward(self, x):
+            if not hasattr(self, "weight"):
+                self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+                self.weight.register_hook(lambda gradient: 2 * gradient)
+                self.linear.requires_grad_(True)
+            return self.linear(x) * self.weight
+
+    plain = nn.Sequential(nn.Linear(3, 3), Grows(), nn.Linear(3, 3)).double()
+    pipe = pipeline(copy.deepcopy(plain), [1, 2], checkpoint=checkpoint)
+    x = torch.randn(6, 3).double()
+    plain(x).pow(2).mean().backward()
+    if inside_step:
+        pipe.step(x, x, lambda output, _: output.pow(2).mean())
+    else:
+        pipe(x).pow(2).mean().backward()
+    assert pipe[1].weight.grad is not None
+    assert_same_gradients(plain, pipe)
+
+
+@pytest.mark.parametrize("balance", [[1, 1], [2]])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w: {"0.weight": w["0.weight"] * 1, "1.weight": w["0.weight"].t()},
+        lambda w: {name: p * 0.5 for name, p in w.items()},
+        lambda w: {name: p - 0.1 * p.sin() for name, p in w.items()},
+        lambda w: {"0.weight": w["0.weight"] * 2, "1.weight": w["0.weight"] * 3},
+    ],
+)
+def test_weights_that_are_computed_from_others_pass_their_gradients_on(derive, checkpoint, balance):
+    """As fast weights in meta-learning, and tied ones; each gradient counts once."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    x, found = torch.randn(6, 3).double(), []
+    for module in (plain, pipeline(copy.deepcopy(plain), balance, checkpoint=checkpoint)):
+        own = dict(module.named_parameters())
+        torch.func.functional_call(module, derive(own), (x,)).pow(2).sum().backward()
+        found.append({name: p.grad for name, p in own.items()})
+    for name, gradient in found[0].items():
+        assert (gradient is None) == (found[1][name] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, found[1][name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_a_weight_that_is_computed_from_another_on_its_stage_is_refused():
+    """The one's gradient goes on to the other, which has its own already."""
+    pipe = pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [2])
+    own = dict(pipe.named_parameters())
+    output = torch.func.functional_call(pipe, {"1.weight": own["0.weight"].t()}, (torch.randn(6, 3),))
+    with pytest.raises(RuntimeError, match=r"on stage 0, of shape \(3, 3\), is computed from another there"):
+        output.sum().backward()
+
+
+def test_gradients_of_many_outputs_at_once_are_refused_in_a_sentence():
+    """One at a time they work."""
+    for chunks in (1, 2, 3):
+        pipe = pipeline(mlp(), [2, 3], chunks=chunks)
+        x = torch.randn(3, 3, requires_grad=True)
+        output = pipe(x)
+        with pytest.raises(RuntimeError, match="many gradients at once"):
+            torch.autograd.grad(output, x, torch.eye(6).view(6, 3, 2), is_grads_batched=True)
+
+
+def test_a_slice_of_a_pipe_is_a_sequential():
+    """As a slice of the model is, with the same layers and names."""
+    pipe = pipeline(mlp(), [2, 3])
+    part = pipe[1:3]
+    assert isinstance(part, nn.Sequential)
+    assert list(part) == [pipe[1], pipe[2]]
+
+
+def test_a_layer_may_have_any_name_but_those_of_the_pipe():
+    """Also those that the pipe keeps for itself are refused, not overwritten."""
+    for name in ("_workers", "_timeline", "_plans", "chunks", "devices"):
+        model = nn.Sequential()
+        model.add_module(name, nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=f"layer '{name}' has the name of an attribute of GPipe"):
+            pipeline(model, [1])
+
+
 # Random numbers, compilers, settings
+
+
+def test_attention_in_evaluation_takes_the_way_that_it_takes_in_the_plain_model():
+    """Torch has a fast one, which writes zeros where keys are padded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), nn.Linear(8, 3)).eval()
+    x = torch.randn(4, 5, 8)
+    pipe = pipeline(copy.deepcopy(plain), [2], chunks=2)  # in this thread, the one that is profiled
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        expected = plain(x)
+        found = pipe(x)
+        pipe.step(x, found, functional.mse_loss)
+    torch.testing.assert_close(found, expected)
+    calls = {event.key: event.count for event in profiled.key_averages()}
+    assert calls["aten::_transformer_encoder_layer_fwd"] == 1 + 2 + 2
 
 
 def test_dropout_inside_torchs_own_checkpoint_is_refused():

@@ -90,6 +90,7 @@ def owning(change):
             ValueError,
             "the nn.Sequential itself has parameters, scale, which no stage would hold: give them to a layer",
         ),
+        (nn.Sequential(nn.LazyBatchNorm1d()), ValueError, "layer '0' is a LazyBatchNorm1d that does not know its size"),
         (owning(lambda m: m.register_buffer("mask", torch.ones(1))), ValueError, "itself has buffers, mask"),
         (owning(lambda m: m.register_forward_hook(print)), ValueError, "hooks on the nn.Sequential itself"),
         (owning(lambda m: m.register_full_backward_hook(print)), ValueError, "hooks on the nn.Sequential itself"),

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
 from gpipe_lite import GPipe
-from gpipe_lite.snapshot import Glimpse
+from gpipe_lite.snapshot import Buffers, Glimpse
 
 CHECKPOINTS = ["always", "except_last", "never"]
 
@@ -233,3 +234,188 @@ def test_a_glimpse_is_of_a_few_values_from_everywhere():
         part += 1
         assert not before.resembles(Glimpse([matrix]))
         part -= 1
+
+
+class Quiet(nn.Module):
+    """Writes its buffer so that autograd's version does not tell."""
+
+    def __init__(self, buffer=None):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3) if buffer is None else buffer)
+
+    def forward(self, x):
+        y = x / self.scale.clone()
+        self.scale.data.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        return y
+
+
+class Reads(nn.Module):
+    """Reads a buffer that another layer may write."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("other", buffer)
+
+    def forward(self, x):
+        return x * self.other.clone()
+
+
+def assert_as_plain_over_micro_batches(plain, balance, x, chunks=4):
+    """Gradients and buffers, in each checkpoint mode."""
+    atol = 1e-10 if x.dtype == torch.float64 else 1e-5
+    for checkpoint in CHECKPOINTS:
+        one, other = copy.deepcopy(plain), copy.deepcopy(plain)
+        pipe = GPipe(other, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint)
+        for part in x.tensor_split(chunks):
+            one(part).pow(2).sum().backward()
+        pipe(x).pow(2).sum().backward()
+        for (name, a), (_, b) in zip(one.named_parameters(), pipe.named_parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=atol, msg=f"{name}, {checkpoint}")
+        for (name, a), (_, b) in zip(one.named_buffers(), pipe.named_buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=f"{name}, {checkpoint}")
+
+
+def test_a_buffer_that_is_written_past_autograd_is_had_back():
+    """By ``.data``, as codebooks and averages are, or by one of torch's fused operators."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3)
+    assert_as_plain_over_micro_batches(nn.Sequential(nn.Linear(3, 3), Quiet()).double(), [1, 1], x.double())
+    fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+    assert_as_plain_over_micro_batches(nn.Sequential(nn.Linear(3, 3), fake, nn.Linear(3, 3)), [1, 2], x)
+
+
+def test_a_buffer_that_two_layers_hold_stays_one():
+    """One writes it, the other reads it, in a recomputation too."""
+    torch.manual_seed(0)
+    buffer = torch.ones(3).double()
+    plain = nn.Sequential(nn.Linear(3, 3), Quiet(buffer), Reads(buffer)).double()
+    assert plain[1].scale is plain[2].other
+    assert_as_plain_over_micro_batches(plain, [1, 2], torch.randn(8, 3).double())
+
+
+def test_a_large_buffer_is_copied_when_it_was_written_alone():
+    """A mask of a million entries is not copied for each micro-batch."""
+    layer = Reads(torch.ones(300, 300))
+    buffers = Buffers([layer])
+    first, second = buffers.copies(), buffers.copies()
+    assert first[layer, "other"] is second[layer, "other"]
+    layer.other += 1
+    assert buffers.copies()[layer, "other"] is not first[layer, "other"]
+
+
+def test_a_part_that_stages_share_keeps_its_buffers():
+    """Such as rotary tables, which all blocks read while others recompute."""
+    rotary = Reads(torch.full((3,), 2.0))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.rotary = nn.Linear(3, 3), rotary
+
+        def forward(self, x):
+            return self.rotary(self.linear(x))
+
+    buffer = rotary.other
+    pipe = GPipe(nn.Sequential(*[Block() for _ in range(4)]), [1] * 4, devices=["cpu"] * 4, chunks=8,
+                 checkpoint="always")  # fmt: skip
+    x = torch.randn(16, 3)
+    for _ in range(5):
+        pipe.step(x, x, functional.mse_loss)
+    assert rotary.other is buffer
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_part_that_stages_share_and_write_is_refused_where_it_is_recomputed(checkpoint):
+    """It would count each micro-batch twice; without recomputation it may."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            with LOCK:
+                self.calls += 1
+            return x * 1.0
+
+    counts = Counts()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), counts) for _ in range(2)])
+    pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint)
+    output = pipe(torch.randn(8, 3))
+    if checkpoint == "never":
+        output.sum().backward()
+        assert counts.calls == 8
+    else:
+        with pytest.raises(RuntimeError, match="a part of layers that several stages share writes into its buffers"):
+            output.sum().backward()
+
+
+LOCK = threading.Lock()
+
+
+def test_an_embedding_that_renormalises_may_do_so_before_a_recomputation():
+    """It writes into its weight in every forward pass; the second time nothing changes."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(10, 3, max_norm=0.5), nn.Linear(3, 3)).double()
+    tokens = torch.arange(8)
+    for checkpoint in CHECKPOINTS:
+        pipe = GPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        (pipe(tokens).sum() + pipe(tokens).pow(2).sum()).backward()
+        one = copy.deepcopy(plain)
+        (one(tokens).sum() + one(tokens).pow(2).sum()).backward()
+        for a, b in zip(one.parameters(), pipe.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # people have them still
+def test_a_scripted_layer_with_buffers_is_refused_where_it_is_recomputed():
+    """Its buffers cannot be given back to it; without them, or without recomputation, it works."""
+    x = torch.randn(8, 3)
+    norm, linear = torch.jit.script(nn.BatchNorm1d(3)), torch.jit.script(nn.Linear(3, 3))
+    for layer, checkpoint, refused in ((norm, "always", True), (norm, "never", False), (linear, "always", False)):
+        model = nn.Sequential(nn.Linear(3, 3), layer)
+        pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        if refused:
+            with pytest.raises(RuntimeError, match="a scripted layer has a buffer, 'running_mean'"):
+                pipe(x)
+        else:
+            pipe(x).sum().backward()
+
+
+def test_a_jagged_tensor_at_a_boundary_that_is_recomputed_is_refused():
+    """Its recomputation has a size of its own, which its gradient does not fit; without recomputation it works."""
+
+    class Jagged(nn.Module):
+        def forward(self, x):
+            return torch.nested.nested_tensor_from_jagged(x.reshape(-1, 1), torch.arange(0, x.numel() + 1, 3))
+
+    class Dense(nn.Module):
+        def forward(self, x):
+            return x.values().reshape(-1, 3)
+
+    for checkpoint in ("never", "always"):
+        model = nn.Sequential(nn.Linear(3, 3), Jagged(), Dense())
+        pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        if checkpoint == "always":
+            with pytest.raises(RuntimeError, match="a nested tensor leaves stage 0, which is recomputed"):
+                pipe(torch.randn(4, 3))
+        else:
+            pipe(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_small_complex_tensors_cross_a_boundary_that_is_recomputed():
+    """Torch does not compare them, so they are compared as larger ones."""
+
+    class Complex(nn.Module):
+        def forward(self, x):
+            return torch.view_as_complex(torch.stack([x, x], -1).half())
+
+    class Real(nn.Module):
+        def forward(self, x):
+            return torch.view_as_real(x).float().sum(-1)
+
+    model = nn.Sequential(nn.Linear(3, 3), Complex(), Real())
+    pipe = GPipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    pipe(torch.randn(4, 3)).sum().backward()
+    assert pipe[0].weight.grad is not None
