@@ -52,6 +52,10 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     return _most_even(sums, num_stages, _smallest_bound(sums, num_stages))
 
 
+def _layers(number: int) -> str:
+    return f"{number} layer{'' if number == 1 else 's'}"
+
+
 def check_balance(balance: Iterable[SupportsIndex], num_layers: int) -> list[int]:
     """Check that a balance covers a model's layers, and return it as a list.
 
@@ -74,7 +78,9 @@ def check_balance(balance: Iterable[SupportsIndex], num_layers: int) -> list[int
         sizes.append(index(size))
     if (missing := num_layers - sum(sizes)) != 0:
         way_out = f"add {missing} to" if missing > 0 else f"take {-missing} from"
-        raise ValueError(f"balance {sizes} covers {sum(sizes)} layers, the model has {num_layers}: {way_out} one entry")
+        raise ValueError(
+            f"balance {sizes} covers {_layers(sum(sizes))}, the model has {num_layers}: {way_out} one entry"
+        )
     return sizes
 
 

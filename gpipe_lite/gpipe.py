@@ -27,7 +27,7 @@ from gpipe_lite.plan import Plan, ScheduleLike, check_options, make
 from gpipe_lite.profiling import parameter_counts
 from gpipe_lite.randomness import StepSeed
 from gpipe_lite.runtime import StepResult, Timeline
-from gpipe_lite.schedule import Checkpoint, Phase, Schedule, Task
+from gpipe_lite.schedule import Checkpoint, Phase, Schedule, Task, counted
 from gpipe_lite.skip import routes
 from gpipe_lite.stage import Head, Settings, Stage
 from gpipe_lite.threads import Run, Workers
@@ -207,7 +207,9 @@ class GPipe(nn.Module):
         check_differentiation(x)
         num_samples = microbatch.batch_size(x)
         if (num_targets := microbatch.batch_size(y, "target")) != num_samples:
-            raise ValueError(f"x has {num_samples} samples and y {num_targets}: each sample needs one target")
+            raise ValueError(
+                f"x has {counted(num_samples, 'sample')} and y {num_targets}: each sample needs one target"
+            )
         if torch.is_grad_enabled() and that_require_grad(microbatch.flatten(y)[0]):
             raise ValueError("the target requires grad, and gradients of targets cannot be computed: detach() it")
         micro_batches = microbatch.split(x, self.chunks)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import SupportsIndex, get_args
 
-from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule
+from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, counted
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 
@@ -79,8 +79,7 @@ def make(schedule: ScheduleLike, num_stages: int, num_micro_batches: int, checkp
     wanted = num_stages, num_micro_batches, num_stages
     if sizes != wanted:
         raise ValueError(
-            "schedule {!r} has {} stages, {} micro-batches and {} devices; the pipeline has {}, {} and {}".format(
-                found.name, *sizes, *wanted
-            )
+            f"schedule {found.name!r} has {counted(sizes[0], 'stage')}, {counted(sizes[1], 'micro-batch')} and "
+            f"{counted(sizes[2], 'device')}; the pipeline has {wanted[0]}, {wanted[1]} and {wanted[2]}"
         )
     return Plan(found)

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from gpipe_lite.schedule import Phase
+from gpipe_lite.schedule import Phase, counted
 from gpipe_lite.trace import PHASE_NAMES, Trace
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -114,7 +114,9 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
     in_bytes = len(boundary_bytes) + len(activation_bytes) > 0
     for name, given in (("boundary_bytes", boundary_bytes), ("activation_bytes", activation_bytes)):
         if in_bytes and len(given) != len(stages):
-            raise ValueError(f"{name} has {len(given)} numbers, the trace has {len(stages)} stages: give one for each")
+            raise ValueError(
+                f"{name} has {counted(len(given), 'number')}, the trace has {counted(len(stages), 'stage')}: one each"
+            )
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     ax = figure.subplots()
     scale, unit = time_unit(trace)

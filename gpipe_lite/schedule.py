@@ -95,8 +95,11 @@ class Schedule:
         True
 
         Raises:
+            TypeError: if it is no text.
             ScheduleError: if a word is not a task.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"a schedule is read from text, a line a device, such as 'F0 F1 B1 B0', not {text!r}")
         rows = []
         for device, line in enumerate(text.strip().splitlines()):
             row = []
@@ -228,8 +231,8 @@ class Schedule:
                         raise ScheduleError(f"schedule {self.name!r}: {task} stands {counts[task]} times, not once")
                     if counts[task] == 0 and phase is not Phase.RECOMPUTE:
                         raise ScheduleError(
-                            f"schedule {self.name!r}: {task} is missing; {len(stages)} stages and "
-                            f"{len(micro_batches)} micro-batches need each F and B once"
+                            f"schedule {self.name!r}: {task} is missing; with {counted(len(stages), 'stage')} and "
+                            f"{counted(len(micro_batches), 'micro-batch')} each F and B stands once for each pair"
                         )
         for _ in self.in_order():
             pass
@@ -239,6 +242,12 @@ class Schedule:
         """The same schedule with the tasks of these phases alone, such as its forward half."""
         rows = (tuple(task for task in row if task.phase in phases) for row in self.device_tasks)
         return Schedule(self.name, tuple(rows))
+
+
+def counted(number: int, one: str) -> str:
+    """A number and its noun: 1 stage, 2 stages, 8 micro-batches."""
+    many = f"{one}es" if one.endswith("ch") else f"{one}s"
+    return f"{number} {one if number == 1 else many}"
 
 
 def check_sizes(num_stages: int, num_micro_batches: int, checkpoint: str = "never") -> None:

@@ -17,7 +17,7 @@ Communication = Callable[[Task, Task], float] | float
 UNIT_COSTS: Mapping[Phase, float] = dict.fromkeys(Phase, 1.0)
 TYPICAL_COSTS: Mapping[Phase, float] = {Phase.FORWARD: 1.0, Phase.RECOMPUTE: 1.0, Phase.BACKWARD: 2.0}
 """A backward pass computes two gradients, of inputs and of weights: about twice the work of a forward pass."""
-_WRONG = "must be a finite time, 0 or more"
+_EXAMPLE = "such as {Phase.FORWARD: 1, Phase.RECOMPUTE: 1, Phase.BACKWARD: 2}"
 
 
 def simulate(
@@ -37,9 +37,12 @@ def simulate(
 
     Raises:
         ScheduleError: if the schedule cannot be run to the end; it names what waits for what.
-        ValueError: if a cost is negative, infinite or not a number.
+        TypeError: if it is no schedule, or a cost or the communication is no number.
+        ValueError: if a cost is missing, negative or infinite, or all add up to more than a float holds.
     """
-    cost = costs if callable(costs) else lambda task: costs[task.phase]
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"only a Schedule can be simulated, such as gpipe(4, 8) or Schedule.from_text(…): {schedule!r}")
+    cost = _cost_of(schedule, costs)
     travel = communication if callable(communication) else lambda _sender, _receiver: communication
     ends: dict[Task, float] = {}
     free = [0.0] * schedule.num_devices
@@ -51,15 +54,44 @@ def simulate(
             arrival = ends[before]
             if device_of[before.stage] != device:
                 delay = travel(before, task)
-                if not 0 <= delay < math.inf:
-                    raise ValueError(f"communication from {before} to {task} {_WRONG}, not {delay!r}")
+                if not _is_time(delay):
+                    raise _error(f"communication from {before} to {task}", delay)
                 arrival += float(delay)
             if arrival > start:
                 start = arrival
         duration = cost(task)
-        if not 0 <= duration < math.inf:
-            raise ValueError(f"the cost of {task} {_WRONG}, not {duration!r}")
+        if not _is_time(duration):
+            raise _error(f"the cost of {task}", duration)
         end = start + float(duration)
         ends[task] = free[device] = end
         events.append(Event(task, device, start, end))
+    if math.inf in free:
+        raise ValueError("the times add up to more than a float can hold: count in a larger unit")
     return Trace(tuple(events), schedule.num_devices, schedule.name, unit)
+
+
+def _cost_of(schedule: Schedule, costs: Costs) -> Callable[[Task], float]:
+    """The costs as a function of the task."""
+    if callable(costs):
+        return costs
+    if not isinstance(costs, Mapping):
+        raise TypeError(f"costs are a function of the task or a number for each phase, {_EXAMPLE}, not {costs!r}")
+    ran = {task.phase for task in schedule.tasks()}
+    if missing := [phase for phase in Phase if phase in ran and phase not in costs]:
+        names = ", ".join(f"Phase.{phase.name}" for phase in missing)
+        raise ValueError(f"costs has no {names}, which the schedule runs: give a number for each phase, {_EXAMPLE}")
+    return lambda task: costs[task.phase]
+
+
+def _is_time(value: object) -> bool:
+    """Whether it is a finite number that is not negative; a tensor or an array of one number will do."""
+    try:
+        return bool(0 <= value < math.inf)  # type: ignore[operator]
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _error(what: str, value: object) -> Exception:
+    """What to raise for a time that is none."""
+    kind = ValueError if isinstance(value, int | float) else TypeError
+    return kind(f"{what} must be a finite time, 0 or more, not {value!r}")

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gpipe_lite.schedule import Phase, Schedule, Task
+from gpipe_lite.schedule import Phase, Schedule, Task, counted
 
 PHASE_NAMES = {Phase.FORWARD: "forward", Phase.RECOMPUTE: "recompute", Phase.BACKWARD: "backward"}
 
@@ -204,7 +204,7 @@ class Trace:
             num_devices = int(other["num_devices"])
             for event in events:
                 if not (0 <= event.device < num_devices and -math.inf < event.start <= event.end < math.inf):
-                    raise ValueError(f"{event} does not fit on {num_devices} devices")
+                    raise ValueError(f"{event} does not fit on {counted(num_devices, 'device')}")
             return cls(events, num_devices, str(other["name"]), str(other["unit"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a trace that gpipe_lite wrote: {error!r}; use Trace.save to write one") from error
@@ -229,16 +229,12 @@ class Trace:
         """The trace in one sentence, the text alternative of its picture."""
         span = f"{self.makespan * 1e3:.1f} ms" if self.unit == "s" else f"{self.makespan:g} {self.unit}"
         return (
-            f"Timeline{f' of {self.name}' if self.name else ''}: {_count(self.num_stages, 'stage', 'stages')} on "
-            f"{_count(self.num_devices, 'device', 'devices')}, "
-            f"{_count(self.num_micro_batches, 'micro-batch', 'micro-batches')}, "
-            f"{_count(len(self.events), 'task', 'tasks')} in {span}, "
+            f"Timeline{f' of {self.name}' if self.name else ''}: {counted(self.num_stages, 'stage')} on "
+            f"{counted(self.num_devices, 'device')}, "
+            f"{counted(self.num_micro_batches, 'micro-batch')}, "
+            f"{counted(len(self.events), 'task')} in {span}, "
             f"{self.bubble_fraction:.0%} of the device-time idle."
         )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def as_text(trace: Trace, slot: float | None = None) -> str:

@@ -67,7 +67,7 @@ ERRORS = {
     "no layers": (lambda: GPipe(nn.Sequential(), [], devices=[]), ValueError, "0 layers"),
     "too few chunks": (lambda: GPipe(two(), [1, 1], devices=CPU * 2, chunks=0), ValueError, "1 or more, not 0"),
     "negative chunks": (lambda: GPipe(two(), [1, 1], devices=CPU * 2, chunks=-1), ValueError, "1 or more, not -1"),
-    "balance too small": (lambda: GPipe(two(), [1], devices=CPU), ValueError, "1 layers.*has 2"),
+    "balance too small": (lambda: GPipe(two(), [1], devices=CPU), ValueError, "1 layer,.*has 2"),
     "balance too large": (lambda: GPipe(two(), [1, 2], devices=CPU * 2), ValueError, "3 layers.*has 2"),
     "balance of zero": (lambda: GPipe(two(), [0, 2], devices=CPU * 2), ValueError, "0"),
     "negative balance": (lambda: GPipe(two(), [3, -1], devices=CPU * 2), ValueError, "-1"),

@@ -172,7 +172,7 @@ def test_curves_differ_in_more_than_colour():
 
 def test_bytes_that_do_not_fit_the_stages_are_refused():
     """Both numbers are shown."""
-    with pytest.raises(ValueError, match="activation_bytes has 1 numbers, the trace has 2 stages"):
+    with pytest.raises(ValueError, match="activation_bytes has 1 number, the trace has 2 stages"):
         plot.memory(simulate(gpipe(2, 3)), [1, 1], [1])
 
 

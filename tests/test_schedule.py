@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_lite.schedule import BY_NAME, Phase, Schedule, ScheduleError, Task, gpipe, naive, one_f_one_b
+from gpipe_lite.schedule import BY_NAME, Phase, Schedule, ScheduleError, Task, counted, gpipe, naive, one_f_one_b
 
 sizes = st.integers(1, 6)
 makers = st.sampled_from(list(BY_NAME.values()))
@@ -115,7 +115,8 @@ def test_predecessors_are_what_the_picture_says():
             "F0 F1 B0 B1\nB0 F0 F1 B1",
             r"B\(1,0\) waits for F\(1,0\), which stands after it on the same device",
         ),
-        ("F0 F1 B0 B1\nF0 F1 B1", r"B\(1,0\) is missing; 2 stages and 2 micro-batches"),
+        ("F0 F1 B0 B1\nF0 F1 B1", r"B\(1,0\) is missing; with 2 stages and 2 micro-batches"),
+        ("F0 B0 F1", r"B\(0,1\) is missing; with 1 stage and 2 micro-batches"),
         ("F0 F0 B0\nF0 B0", r"F\(0,0\) stands 2 times"),
         ("F0 B0 1F0\nB0", r"stage 1 stands on devices 0 and 1"),
         ("F0 B0\nF0 R0 B0 R0", r"R\(1,0\) stands 2 times"),
@@ -127,6 +128,19 @@ def test_a_wrong_schedule_is_named(text, message):
     """The error says which rule is violated, by which tasks, on which devices."""
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_text(text).check()
+
+
+@pytest.mark.parametrize("bad", [None, ["F0 B0"], b"F0 B0", 3])
+def test_only_text_is_read_as_a_schedule(bad):
+    """The message shows how a schedule is written."""
+    with pytest.raises(TypeError, match="a line a device, such as 'F0 F1 B1 B0', not "):
+        Schedule.from_text(bad)
+
+
+def test_a_number_and_its_noun_agree():
+    """One stage, two stages; a micro-batch takes an e."""
+    assert [counted(n, "stage") for n in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
+    assert [counted(n, "micro-batch") for n in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
 
 
 def test_a_deadlock_names_what_each_device_waits_for():

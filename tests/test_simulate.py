@@ -100,6 +100,43 @@ def test_an_impossible_schedule_is_named_not_simulated():
         simulate(Schedule.from_text("B0 F0"))
 
 
+def test_a_phase_without_a_cost_is_named():
+    """And one that the schedule does not run needs none."""
+    assert simulate(gpipe(1, 1), {Phase.FORWARD: 1, Phase.BACKWARD: 2}).makespan == 3
+    with pytest.raises(ValueError, match=r"costs has no Phase.FORWARD, Phase.BACKWARD, .* such as \{Phase.FORWARD: 1"):
+        simulate(gpipe(1, 1), {})
+    with pytest.raises(ValueError, match=r"costs has no Phase.RECOMPUTE, which the schedule runs"):
+        simulate(gpipe(1, 1, "always"), {Phase.FORWARD: 1, Phase.BACKWARD: 2})
+
+
+@pytest.mark.parametrize("bad", [None, 3, "F", [1, 2]])
+def test_costs_that_are_neither_a_function_nor_a_mapping_are_refused(bad):
+    """The message shows what they look like."""
+    with pytest.raises(TypeError, match=r"a number for each phase, such as \{Phase"):
+        simulate(gpipe(1, 1), bad)
+
+
+def test_what_is_no_schedule_is_not_simulated():
+    """A schedule's text is read first."""
+    with pytest.raises(TypeError, match=r"Schedule.from_text.*'F0 B0'"):
+        simulate("F0 B0")
+
+
+@pytest.mark.parametrize("bad", [None, "1", [1]])
+def test_a_time_that_is_no_number_is_refused(bad):
+    """The message names the task."""
+    with pytest.raises(TypeError, match=r"cost of F\(0,0\) must be a finite time"):
+        simulate(gpipe(1, 1), lambda _: bad)
+    with pytest.raises(TypeError, match=r"communication from F\(0,0\) to F\(1,0\) must be a finite time"):
+        simulate(gpipe(2, 1), communication=bad)
+
+
+def test_times_beyond_a_floats_range_are_refused():
+    """Each fits, their sum does not."""
+    with pytest.raises(ValueError, match="add up to more than a float can hold: count in a larger unit"):
+        simulate(gpipe(1, 1), lambda _: 1e308)
+
+
 @pytest.mark.parametrize("bad", [-1.0, math.inf, math.nan])
 def test_times_that_are_none_are_refused(bad):
     """The message names the task."""
