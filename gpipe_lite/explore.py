@@ -10,11 +10,13 @@ Where no kernel answers (a code host, a page of the book, a notebook that is not
 place: the output carries a PNG and the sentence too.
 """
 
+import math
 from base64 import b64encode
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from html import escape
+from numbers import Real
 from statistics import median
 from textwrap import fill
 from typing import Any, get_args
@@ -22,7 +24,7 @@ from typing import Any, get_args
 from gpipe_lite import plot, svg
 from gpipe_lite.explain import Figures, figures, moments, percent, sentence, what_happens
 from gpipe_lite.plot import plain, time_unit
-from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule
+from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, check_sizes, counted
 from gpipe_lite.simulate import simulate
 from gpipe_lite.trace import Trace
 
@@ -54,16 +56,36 @@ class Settings:
     communication: float = 0.0
     input_size: float = 0.1
 
-    @property
-    def weights(self) -> list[float]:
-        """Each stage's work and activations, in those of an average stage; they add up to K.
+    def check(self) -> "Settings":
+        """Check that a trace can be made of the settings, and drawn, and return them.
 
         Raises:
-            ValueError: if the imbalance is out of bounds.
+            TypeError: if a number is none.
+            ValueError: if a setting is out of bounds.
         """
+        check_sizes(self.num_stages, self.num_micro_batches, self.checkpoint)
+        if self.schedule not in tuple(BY_NAME):
+            raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, not {self.schedule!r:.60}")
+        for name in ("forward", "backward", "imbalance", "communication", "input_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} is a number, such as {getattr(Settings, name)}, not {value!r:.60}")
+        for name in ("forward", "backward", "communication"):
+            if not ((value := getattr(self, name)) == 0 or 1 / LONGEST <= value <= LONGEST):
+                raise ValueError(f"{name} must be 0, or between {1 / LONGEST:g} and {LONGEST} steps, not {value!r}")
+        if not 0 <= self.input_size <= LONGEST:
+            raise ValueError(f"input_size must be between 0 and {LONGEST}, not {self.input_size!r}")
         stages = self.num_stages
-        if not 1 <= self.imbalance <= max(1, stages):
-            raise ValueError(f"the imbalance of {stages} stages is between 1 and {stages}, not {self.imbalance:g}")
+        if not 1 <= self.imbalance <= stages:
+            of = counted(stages, "stage")
+            raise ValueError(f"the imbalance of {of} is between 1 and {stages}, not {self.imbalance:g}")
+        _check_extent(stages, stages, self.num_micro_batches)
+        return self
+
+    @property
+    def weights(self) -> list[float]:
+        """Each stage's work and activations, in those of an average stage; they add up to K."""
+        stages = self.num_stages
         weights = [(stages - self.imbalance) / max(1, stages - 1)] * stages
         weights[stages // 2] = self.imbalance
         return weights
@@ -72,22 +94,50 @@ class Settings:
         """The schedule.
 
         Raises:
-            ValueError: if there is no such schedule, or not of this size.
+            TypeError: if a number is none.
+            ValueError: if a setting is out of bounds.
         """
-        if self.schedule not in BY_NAME:
-            raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, not {self.schedule!r}")
+        self.check()
         return BY_NAME[self.schedule](self.num_stages, self.num_micro_batches, self.checkpoint)
 
     def trace(self) -> Trace:
         """The schedule, simulated.
 
         Raises:
-            ValueError: naming what does not fit.
+            TypeError: if a number is none.
+            ValueError: if a setting is out of bounds.
         """
         plan, weights = self.plan(), self.weights
         costs = {Phase.FORWARD: self.forward, Phase.RECOMPUTE: self.forward, Phase.BACKWARD: self.backward}
         scaled = {phase: [cost * weight for weight in weights] for phase, cost in costs.items()}
         return simulate(plan, lambda task: scaled[task.phase][task.stage], self.communication)
+
+
+def _check_extent(num_devices: int, num_stages: int, num_micro_batches: int) -> None:
+    """Refuse what no screen shows and no reader reads."""
+    size = f"{counted(num_stages, 'stage')}, {counted(num_micro_batches, 'micro-batch')}"
+    if max(num_devices, num_stages) > MOST_STAGES or num_stages * num_micro_batches > MOST_BOXES:
+        raise ValueError(
+            f"{size} on {counted(num_devices, 'device')} are too many for a picture: explore at most {MOST_STAGES} "
+            f"stages and devices, and stages × micro-batches up to {MOST_BOXES}"
+        )
+
+
+def _check_trace(trace: Trace) -> None:
+    """Refuse a trace that cannot be drawn."""
+    _check_extent(trace.num_devices, trace.num_stages, trace.num_micro_batches)
+    stages: dict[int, int] = {}
+    for event in trace.events:
+        if not 0 <= event.device < trace.num_devices:
+            devices = counted(trace.num_devices, "device")
+            raise ValueError(f"the trace has {devices}, and {event.task} ran on device {event.device}")
+        if not -math.inf < event.start <= event.end < math.inf:
+            raise ValueError(f"{event.task} ran from {event.start!r} to {event.end!r}, which is no span of time")
+        if stages.setdefault(event.task.stage, event.device) != event.device:
+            both = f"devices {stages[event.task.stage]} and {event.device}"
+            raise ValueError(f"stage {event.task.stage} ran on {both}: explore a trace in which each has one device")
+    if repeated := [task for task, count in Counter(event.task for event in trace.events).items() if count > 1]:
+        raise ValueError(f"{repeated[0]} ran more than once: explore the trace of a single step")
 
 
 def rehearse(trace: Trace) -> Trace:
@@ -121,11 +171,19 @@ def explore(trace: Trace | None = None, **settings: Any) -> "Explorer":
 
     Raises:
         ImportError: if ipywidgets is not installed.
-        TypeError: if there is no such setting, or if there are settings for a trace.
-        ValueError: if a setting is out of bounds.
+        TypeError: if there is no such setting, if one that is a number is none, or if there are settings for a trace.
+        ValueError: if a setting is out of bounds, or the trace is not of one step, or too large to be drawn.
     """
     if trace is None:
+        if unknown := settings.keys() - {field.name for field in fields(Settings)}:
+            known = ", ".join(field.name for field in fields(Settings))
+            raise TypeError(f"there is no setting {', '.join(sorted(unknown))}; there are {known}")
         return Explorer(Settings(**settings))
+    if not isinstance(trace, Trace):
+        raise TypeError(
+            f"explore() takes settings by name, as in explore(num_stages=4), or a trace, as in explore(result.trace) "
+            f"after a step or explore(simulate(schedule)), not {trace!r:.60}"
+        )
     if settings:
         raise TypeError(
             f"a measured trace has no settings, and {', '.join(settings)} is one: leave it or the trace out"
@@ -159,6 +217,10 @@ CHOICES = {
 }
 CLOCK = _Slider("clock, moment", "a moment is when a task starts or ends", 0, 1, 1)
 LABEL, ROW = "10em", "27em"  # the first is wide enough for every label above
+MOST_STAGES, MOST_BOXES = 64, 2048  # a picture's devices; its stages × micro-batches, two or three boxes each
+LONGEST = 1000  # steps of a task or a transfer
+_NOTATION = '<p style="line-height:1.4;margin:0">F(k,m), R(k,m) and B(k,m) are the forward pass, the recomputation and \
+the backward pass of micro-batch m on stage k. At the clock’s time</p>'
 _WRAPPED = {"display": "flex", "flex_flow": "row wrap"}
 
 
@@ -187,6 +249,7 @@ class Explorer:
             self.traces = {"simulated": shown.trace()}  # refuses what does not fit before anything is shown
             rows = [self._control(field.name, getattr(shown, field.name)) for field in fields(Settings)]
         else:
+            _check_trace(shown)
             self.settings = Settings(max(1, shown.num_stages), max(1, shown.num_micro_batches))
             self.traces = {"simulated": rehearse(shown), "measured": shown}
         self.clock, clock_row = self._number(CLOCK, 0)
@@ -214,10 +277,10 @@ class Explorer:
             self.controls[name], row = self._number(SLIDERS[name], value)
             return row
         label, tooltip, options = CHOICES[name]
-        look = {"style": {"description_width": LABEL}, "layout": {"width": ROW}}
+        look = {"style": {"description_width": LABEL}, "layout": {"width": "25em"}}
         box = self._ui.Dropdown(options=options, value=value, description=label, tooltip=tooltip, **look)
         self.controls[name] = box
-        return box
+        return self._ui.HBox([box], layout={"width": ROW})
 
     def _number(self, slider: _Slider, value: float) -> tuple[Any, Any]:
         """A number box with its label, which screen readers read too, and a slider linked to it: the box, the row."""
@@ -301,7 +364,8 @@ class Explorer:
         )
         devices = range(self._stopped.num_devices)
         words = (escape(what_happens(self._stopped, self._schedule, device, clock)) for device in devices)
-        said = f'<ul style="line-height:1.4;margin:0 0 .8em">{"".join(f"<li>{line}</li>" for line in words)}</ul>'
+        list_of = "".join(f"<li>{line}</li>" for line in words)
+        said = f'{_NOTATION}<ul style="line-height:1.4;margin:0 0 .8em">{list_of}</ul>'
         self.view.value = (
             f"{''.join(pictures)}{said}{self._figures}<p style='line-height:1.4'>{escape(self.sentence)}</p>"
         )

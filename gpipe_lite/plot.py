@@ -206,7 +206,7 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
                 ax.text(x, event.device, label, fontsize=size, color=INK[phase], path_effects=halo, **place)
     figures = f"{plain(trace.makespan * scale, 4)} {unit}, bubble {trace.bubble_fraction:.0%}"
     ax.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=10)
-    ax.set(xlabel=f"time, {unit}", xlim=(0, until * scale), ylim=(trace.num_devices - 0.5, -0.5))
+    ax.set(xlabel=f"time, {unit}", xlim=(0, until * scale), ylim=(max(1, trace.num_devices) - 0.5, -0.5))
     ax.set_yticks(range(trace.num_devices), [f"device {device}" for device in range(trace.num_devices)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)

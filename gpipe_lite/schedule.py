@@ -231,8 +231,8 @@ class Schedule:
                         raise ScheduleError(f"schedule {self.name!r}: {task} stands {counts[task]} times, not once")
                     if counts[task] == 0 and phase is not Phase.RECOMPUTE:
                         raise ScheduleError(
-                            f"schedule {self.name!r}: {task} is missing; with {counted(len(stages), 'stage')} and "
-                            f"{counted(len(micro_batches), 'micro-batch')} each F and B stands once for each pair"
+                            f"schedule {self.name!r}: {task} is missing; {counted(len(stages), 'stage')} and "
+                            f"{counted(len(micro_batches), 'micro-batch')} need each F and B once"
                         )
         for _ in self.in_order():
             pass

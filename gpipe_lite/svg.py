@@ -15,9 +15,10 @@ from gpipe_lite.plot import FILL, HATCH, INK, plain, time_unit
 from gpipe_lite.schedule import Phase
 from gpipe_lite.trace import PHASE_NAMES, Event, Trace
 
-WIDTH = 960  # all lengths are in units of the view box, which are pixels where the page is wide enough
+WIDTH, WIDEST = 840, 960  # of the view box, in whose units all lengths are; of the picture on a wide page, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 50, 44
-FONT = 12.0  # the micro-batch numbers; they shrink to 0.7 of it before they are left out
+FONT = 12.5  # the micro-batch numbers; they shrink to 0.7 of it before they are left out
+TITLE = 36  # characters of a name, so that it never runs into the legend
 DIGIT = 0.62  # the width of a digit, of its size, in the usual sans-serif fonts
 
 
@@ -46,12 +47,12 @@ def timeline(
     unit = escape(_clean(unit))
     figures = f"{plain(trace.makespan * scale, 4)} {unit}, bubble {trace.bubble_fraction:.0%}"
     name = _clean(title or trace.name)
-    name = name if len(name) <= 40 else name[:39] + "…"
+    name = name if len(name) <= TITLE else name[: TITLE - 1] + "…"
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + BOTTOM:g}" role="img" '
             f'aria-label="{escape(alt)}" font-family="sans-serif" font-size="{FONT:g}" fill="currentColor" '
-            f'style="display:block;width:100%;max-width:{WIDTH}px;height:auto">',
+            f'style="display:block;width:100%;max-width:{WIDEST}px;height:auto">',
             f'<defs><pattern id="{hatch}" width="7" height="7" patternUnits="userSpaceOnUse" '
             f'patternTransform="rotate(45)"><path d="M0 0h7v7h-7z" fill="{FILL[Phase.BACKWARD]}"/>'
             '<path d="M0 0v7" stroke="black" stroke-width="1"/></pattern></defs>',
@@ -79,11 +80,12 @@ def _legend(trace: Trace, hatch: str) -> Iterator[str]:
     """What the boxes mean, on the title's line."""
     ran = {event.task.phase for event in trace.events}
     entries = [(PHASE_NAMES[phase], _fill(phase, hatch)) for phase in Phase if phase in ran] + [("idle", "none")]
-    x = WIDTH - RIGHT - 96 * len(entries) + 30
-    for name, fill in entries:
-        yield f'<path d="M{x} 8h16v12h-16z" fill="{fill}" stroke="currentColor"/>'
-        yield f'<text x="{x + 22}" y="18">{name}</text>'
-        x += 96
+    widths = [22 + 0.55 * FONT * len(name) for name, _ in entries]
+    x = WIDTH - RIGHT - sum(widths) - 14 * (len(entries) - 1)
+    for (name, fill), width in zip(entries, widths, strict=True):
+        yield f'<path d="M{x:g} 8h16v12h-16z" fill="{fill}" stroke="currentColor"/>'
+        yield f'<text x="{x + 22:g}" y="18">{name}</text>'
+        x += width + 14
 
 
 def _boxes(trace: Trace, hatch: str, scale: float, unit: str, zoom: float, row: float) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 import base64
 import json
+import math
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import fields
 from itertools import pairwise
 
 import nbformat
@@ -135,7 +137,7 @@ def test_markup_in_a_name_stays_text():
 def test_a_long_title_is_cut_and_the_sentence_is_not():
     """The title never runs into the legend."""
     picture = drawn(Trace(MEASURED.events, 2, "name" * 30))
-    assert texts(picture)[0].startswith(("name" * 30)[:39] + "…: ")
+    assert texts(picture)[0].startswith(("name" * 30)[: svg.TITLE - 1] + "…: ")
     assert "name" * 30 in picture.get("aria-label")
 
 
@@ -287,15 +289,80 @@ def test_imbalance_is_what_balance_calls_so_and_keeps_the_work(stages, imbalance
         ({"num_micro_batches": 0}, "micro-batches"),
         ({"schedule": "custom"}, "schedule must be one of naive, gpipe, 1f1b.*'custom'"),
         ({"checkpoint": "sometimes"}, "sometimes"),
-        ({"forward": -1.0}, "cost of F"),
-        ({"communication": float("inf")}, "communication"),
+        ({"schedule": ["gpipe"]}, "schedule must be one of"),
+        ({"checkpoint": None}, "always, except_last, never, not None"),
+        ({"forward": -1.0}, "forward must be 0, or between 0.001 and 1000 steps, not -1"),
+        ({"forward": float("nan")}, "forward must be 0.*not nan"),
+        ({"backward": 1e-320}, "backward must be 0"),
+        ({"communication": float("inf")}, "communication must be 0.*not inf"),
+        ({"input_size": float("nan")}, "input_size must be between 0 and 1000, not nan"),
+        ({"num_stages": 1, "imbalance": 2}, "imbalance of 1 stage is between 1 and 1, not 2"),
         ({"num_stages": 2, "imbalance": 2.5}, "imbalance of 2 stages is between 1 and 2, not 2.5"),
+        ({"num_stages": 65}, "65 stages, 8 micro-batches on 65 devices are too many for a picture: .* at most 64"),
+        ({"num_micro_batches": 10**9}, "too many for a picture: .* up to 2048"),
     ],
 )
 def test_settings_out_of_bounds_are_refused(wrong, words):
     """Before anything is shown."""
     with pytest.raises(ValueError, match=words):
         explore(**wrong)
+
+
+@pytest.mark.parametrize("bad", ["1", None, True, [1.0], 1j])
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings) if field.type is float])
+def test_a_setting_that_is_no_number_is_named(name, bad):
+    """With an example."""
+    with pytest.raises(TypeError, match=rf"{name} is a number, such as \d"):
+        explore(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["num_stages", "num_micro_batches"])
+@pytest.mark.parametrize("bad", ["4", 4.0, None, True])
+def test_a_size_that_is_no_whole_number_is_refused(name, bad):
+    """The message shows it."""
+    with pytest.raises(ValueError, match=f"needs a whole number of .* not {bad!r}"):
+        explore(**{name: bad})
+
+
+def test_an_unknown_setting_is_named_with_those_that_there_are():
+    """K is called num_stages."""
+    with pytest.raises(TypeError, match="no setting K, M; there are num_stages, num_micro_batches, schedule"):
+        explore(K=4, M=8)
+
+
+@pytest.mark.parametrize("bad", [4, "trace.json", gpipe(2, 2)], ids=["number", "file", "schedule"])
+def test_what_is_no_trace_is_refused_with_the_way_out(bad):
+    """Settings go by name, a schedule is simulated first."""
+    with pytest.raises(TypeError, match=r"explore\(num_stages=4\), or a trace.*explore\(simulate\(schedule\)\)"):
+        explore(bad)
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([("F", 0, 0, 3, 0, 1)], r"has 2 devices, and F\(0,0\) ran on device 3"),
+        ([("F", 0, 0, 0, 0, math.nan)], r"F\(0,0\) ran from 0 to nan, which is no span of time"),
+        ([("F", 0, 0, 0, 1, 0)], "from 1 to 0, which is no span"),
+        ([("F", 0, 0, 0, 0, 1), ("F", 0, 1, 1, 1, 2)], "stage 0 ran on devices 0 and 1"),
+        ([("F", 0, 0, 0, 0, 1), ("F", 0, 0, 0, 1, 2)], r"F\(0,0\) ran more than once: explore .* a single step"),
+        ([("F", 10**6, 0, 0, 0, 1)], "too many for a picture"),
+        ([("F", 1, 0, 0, 0, 1)], r"F\(1,0\) waits for F\(0,0\), which is not in the schedule"),
+    ],
+    ids=["device", "nan", "backwards", "two homes", "two steps", "huge", "half"],
+)
+def test_a_trace_that_cannot_be_drawn_is_refused(events, words):
+    """The message names the task, and what is wrong with it."""
+    ran = tuple(Event(Task(Phase(phase), stage, m), *rest) for phase, stage, m, *rest in events)
+    with pytest.raises(ValueError, match=words):
+        explore(Trace(ran, 2))
+
+
+@pytest.mark.parametrize("costs", [{"forward": 0}, {"backward": 0}, {"forward": 0, "backward": 0}], ids=str)
+def test_what_costs_nothing_can_be_explored(costs):
+    """Boxes without width, and no division by zero."""
+    explorer = explore(**costs)
+    assert len(boxes(svgs(explorer)[0])) == 64
+    assert explorer.picture().png()
 
 
 def test_a_rehearsal_runs_the_same_tasks_at_their_median_cost():
@@ -338,8 +405,8 @@ def test_every_control_has_a_visible_label_a_number_box_and_a_slider_linked_to_i
     controls, player, _ = explorer.widget.children
     rows = dict(zip(explorer.controls, controls.children, strict=True))
     assert set(rows) == {*SLIDERS, *CHOICES}
-    for name, row in rows.items():
-        label = row.description if name in CHOICES else row.children[0].description
+    for row in rows.values():
+        label = row.children[0].description
         assert label
         assert len(label) <= 16  # 10 em hold it, as the browser test sees
     for row in [*(rows[name] for name in SLIDERS), player.children[0]]:
@@ -443,7 +510,11 @@ def test_a_measured_trace_stands_beside_its_simulation():
         explore(MEASURED, num_stages=2)
 
 
-@pytest.mark.parametrize("trace", [Trace((), 2), Trace(MEASURED.events[:2], 2)], ids=["nothing", "forward alone"])
+@pytest.mark.parametrize(
+    "trace",
+    [Trace((), 0), Trace((), 2), Trace(MEASURED.events[:2], 2)],
+    ids=["no device", "no task", "forward alone"],
+)
 def test_a_trace_of_less_than_a_step_is_shown_too(trace):
     """Of an evaluation, say."""
     explorer = explore(trace)
