@@ -1,7 +1,7 @@
 """A JupyterLab of its own and a real browser.
 
-The server listens on loopback, with a token and private folders; the browser is the system's Chromium, and asks for
-nothing outside.
+The server listens on loopback, with a token and private folders, and looks for no news or updates; the browser is the
+system's Chromium, and asks for nothing outside.
 """
 
 import json
@@ -42,11 +42,15 @@ class Lab:
             for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "HOME")
         }
         paths = {"PYTHONPATH": str(ROOT), "JUPYTER_PREFER_ENV_PATH": "1"}
+        quiet = Path(homes["JUPYTER_CONFIG_DIR"]) / "lab/user-settings/@jupyterlab/apputils-extension"
+        quiet.mkdir(parents=True)
+        (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
         self._log = (private / "lab.log").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
              "--ServerApp.port=0", f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True",
-             "--LabApp.news_url=None", "--LabApp.extension_manager=readonly"],
+             "--LabApp.news_url=None", "--LabApp.extension_manager=readonly",
+             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"],
             env={**os.environ, **homes, **paths, "OMP_NUM_THREADS": "1"},
             stdout=self._log,
             stderr=subprocess.STDOUT,
