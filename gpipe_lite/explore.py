@@ -253,13 +253,15 @@ class Explorer:
             self.settings = Settings(max(1, shown.num_stages), max(1, shown.num_micro_batches))
             self.traces = {"simulated": rehearse(shown), "measured": shown}
         self.clock, clock_row = self._number(CLOCK, 0)
-        self._play = ui.Play(min=0, interval=800, show_repeat=False, tooltip="step the clock by itself")
+        self._play = ui.Play(min=0, interval=800, layout={"display": "none"})  # its own buttons carry no words
         ui.jslink((self._play, "value"), (clock_row.children[1], "value"))
         back = ui.Button(description="Back", tooltip="the clock, one moment back", layout={"width": "5em"})
         forth = ui.Button(description="Step", tooltip="the clock, one moment on", layout={"width": "5em"})
+        play = ui.ToggleButton(description="Play", tooltip="the clock steps by itself", layout={"width": "5em"})
+        ui.jslink((play, "value"), (self._play, "playing"))
         back.on_click(lambda _: self.step(-1))
         forth.on_click(lambda _: self.step(1))
-        player = ui.Box([clock_row, back, forth, self._play], layout=_WRAPPED)
+        player = ui.Box([clock_row, back, forth, play, self._play], layout=_WRAPPED)
         self.widget = ui.VBox([ui.Box(rows, layout=_WRAPPED), player, self.view])
         self._bound_imbalance()
         self._show()

@@ -461,7 +461,7 @@ def test_the_clock_steps_task_by_task_and_says_why_devices_idle():
     """From button to button; a new schedule starts it anew, and it stops at both ends."""
     explorer = explore(num_stages=2, num_micro_batches=2, backward=1.0)
     _, player, view = explorer.widget.children
-    _, back, forth, play = player.children
+    _, back, forth, _, play = player.children
     assert "device 1 waits at time 0 for F(0,0), which runs on device 0 until 1" in view.value
     forth.click()
     assert explorer.clock.value == 1

@@ -39,24 +39,92 @@ def test_the_first_chapter_runs_and_shows_its_pictures(lab, page, tmp_path):
     assert screenshot.stat().st_size > 10_000
 
 
-def test_the_explorer_answers_the_keyboard(lab, page):
-    """A number typed into a box, an arrow key on a slider, Enter on a button: each draws a new picture."""
+@pytest.fixture
+def explorer(lab, page):
+    """A page with an explorer in it."""
     name = "notebooks/explorer.ipynb"
     cell = nbformat.v4.new_code_cell("from gpipe_lite.explore import explore\n\nexplore(num_stages=2)")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), lab.folder / name)
     run_all_cells(page, lab.address(name))
     page.get_by_role("img", name="8 micro-batches, 32 tasks in 27 steps").wait_for(timeout=60_000)
-    for label, number in (("micro-batches, M", "5"), ("backward cost", "1.13")):
-        page.get_by_label(label).fill(number)
-        page.get_by_label(label).press("Enter")
-    page.get_by_role("img", name="5 micro-batches, 20 tasks in 12.78 steps").wait_for()
-    page.locator(".noUi-handle").nth(1).press("ArrowRight")
-    page.get_by_role("img", name="6 micro-batches, 24 tasks in 14.91 steps").wait_for()
-    page.get_by_label("schedule", exact=True).select_option("1f1b")
-    page.get_by_role("img", name="Timeline of 1f1b").wait_for()
-    page.get_by_text("device 1 waits at time 0 for F(0,0), which runs on device 0 until 1").wait_for()
-    page.get_by_role("button", name="Step").press("Enter")
-    page.get_by_text("device 1 runs F(1,0) until 2").wait_for()
-    cut = "labels => labels.filter(l => l.scrollWidth > l.clientWidth).map(l => l.textContent)"
-    assert page.eval_on_selector_all(".widget-label", cut) == []
+    return page
+
+
+def is_drawn(page, words):
+    """Wait until the picture is called so, and until the same sentence stands on the page."""
+    picture = page.get_by_role("img", name=words)
+    picture.wait_for()
+    sentence = picture.get_attribute("aria-label")
+    assert words in sentence
+    page.get_by_role("paragraph").filter(has_text=sentence).wait_for()
+
+
+def press(page, *keys):
+    """Press keys, one after the other, wherever the focus is."""
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def test_the_explorers_settings_answer_the_keyboard(explorer):
+    """From box to slider to list by Tab; digits, arrows and letters each draw a new picture with a new sentence."""
+    explorer.get_by_label("micro-batches, M").focus()
+    press(explorer, "Control+a", "5", "Enter")
+    is_drawn(explorer, "5 micro-batches, 20 tasks in 18 steps")
+    press(explorer, "Tab", "ArrowRight")
+    is_drawn(explorer, "6 micro-batches, 24 tasks in 21 steps")
+    press(explorer, "Tab", "1")
+    is_drawn(explorer, "Timeline of 1f1b: 2 stages on 2 devices, 6 micro-batches, 24 tasks in 21 steps")
+    press(explorer, "Tab", "a")
+    is_drawn(explorer, "6 micro-batches, 36 tasks")
+    press(explorer, "Tab", "Tab", "Tab", "Control+a", *"1.13", "Enter")
+    is_drawn(explorer, "36 tasks in 22.91 steps")
+    assert explorer.get_by_label("backward cost").input_value() == "1.13"
+
+
+def test_the_explorers_clock_answers_the_keyboard(explorer):
+    """It steps, goes back, plays by itself to the end, and always says what each device does."""
+    explorer.get_by_text("device 1 waits at time 0 for F(0,0), which runs on device 0 until 1").wait_for()
+    explorer.get_by_label("clock, moment").focus()
+    press(explorer, "Tab", "Tab", "Tab", "Enter")
+    explorer.get_by_text("device 1 runs F(0,0) until 2").wait_for(state="detached")
+    explorer.get_by_text("device 1 runs F(1,0) until 2").wait_for()
+    press(explorer, "Shift+Tab", "Enter")
+    explorer.get_by_text("device 1 waits at time 0 for F(0,0)").wait_for()
+    press(explorer, "Tab", "Tab", "Enter")
+    explorer.get_by_text("device 0 runs F(0,2) until 3").wait_for()
+    explorer.get_by_label("clock, moment").focus()
+    press(explorer, "Tab", "End")
+    explorer.get_by_text("device 0 has nothing left to do").wait_for()
+    press(explorer, "Home")
+    explorer.get_by_text("device 1 waits at time 0 for F(0,0)").wait_for()
+
+
+@pytest.mark.parametrize("width", [1280, 900])
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_the_explorer_fits_its_page(explorer, tmp_path, width, theme):
+    """Nothing is cut off, the legend stays within the picture, and its text has the theme's colour."""
+    explorer.get_by_label("stages, K").fill("8")
+    explorer.get_by_label("stages, K").press("Enter")
+    explorer.get_by_label("recomputation").select_option("always")
+    is_drawn(explorer, "8 stages on 8 devices, 8 micro-batches, 192 tasks")
+    explorer.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
+    change = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+    explorer.evaluate(change, f"JupyterLab {theme}")
+    explorer.locator(f"body[data-jp-theme-light={'true' if theme == 'Light' else 'false'}]").wait_for()
+    explorer.set_viewport_size({"width": width, "height": 1200})
+    wide = "parts => parts.filter(part => part.scrollWidth > part.clientWidth).map(part => part.textContent)"
+    for part in (".widget-label", ".jp-OutputArea-output", ".widget-vbox", ".widget-hbox"):
+        assert explorer.eval_on_selector_all(part, wide) == []
+    beyond = """svg => {
+        const frame = svg.getBoundingClientRect();
+        const inside = box => box.left > frame.left - 1 && box.right < frame.right + 1;
+        return [...svg.querySelectorAll("text")].filter(t => !inside(t.getBoundingClientRect())).length;
+    }"""
+    picture = explorer.get_by_role("img", name="8 stages")
+    assert picture.evaluate(beyond) == 0
+    ink = picture.locator("text").first.evaluate("text => getComputedStyle(text).fill")
+    assert (sum(map(int, ink[4:-1].split(",")[:3])) < 384) == (theme == "Light")
+    screenshot = tmp_path / f"explorer-{width}-{theme}.png"
+    explorer.screenshot(path=screenshot)
+    assert screenshot.stat().st_size > 10_000
