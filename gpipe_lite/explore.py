@@ -211,9 +211,13 @@ SLIDERS = {
     "communication": _Slider("communication", "steps for which a value travels between two devices", 0, 5),
     "input_size": _Slider("input size", "memory of a stage's input, as a part of all that it keeps", 0, 1, 0.05),
 }
-CHOICES = {
-    "schedule": ("schedule", "who runs which task, in which order", tuple(BY_NAME)),
-    "checkpoint": ("recomputation", "which micro-batches keep only their inputs until backward", get_args(Checkpoint)),
+CHOICES = {  # JupyterLab takes arrows and letters for itself while a list is closed, and leaves it Space
+    "schedule": ("schedule", "who runs which task, in which order; Space opens the list", tuple(BY_NAME)),
+    "checkpoint": (
+        "recomputation",
+        "which micro-batches keep only their inputs until backward; Space opens the list",
+        get_args(Checkpoint),
+    ),
 }
 CLOCK = _Slider("clock, moment", "a moment is when a task starts or ends", 0, 1, 1)
 LABEL, ROW = "10em", "27em"  # the first is wide enough for every label above
