@@ -1,4 +1,4 @@
-"""Pictures of traces: timelines, comparisons and memory curves, each with its text alternative.
+"""Pictures of traces: timelines, comparisons, memory curves and sweeps, each with its text alternative.
 
 Colours are Okabe and Ito's, which the colour-blind can tell apart, and never stand alone: backward boxes are
 hatched, recomputed ones stand out in lightness, and a box that is wide enough says its micro-batch; curves differ in
@@ -11,8 +11,9 @@ and are made without pyplot: nothing global changes, and none stays open.
 """
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 FILL = {Phase.FORWARD: "#0072B2", Phase.RECOMPUTE: "#F0E442", Phase.BACKWARD: "#D55E00"}
 HATCH = {Phase.FORWARD: "", Phase.RECOMPUTE: "", Phase.BACKWARD: "///"}
 INK = {Phase.FORWARD: "white", Phase.RECOMPUTE: "black", Phase.BACKWARD: "black"}
+MARKERS = "osD^vPX"
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (2, 1)))
 WIDTH = 9.0  # inches
 FONT = 9.0  # points: the micro-batch numbers
@@ -137,6 +139,62 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
     ax.spines[["top", "right"]].set_visible(False)
     most = ", ".join(f"stage {stage} {plain(peak, 3)}" for stage, peak in enumerate(peaks))
     return Picture(figure, f"What each stage keeps over time, in {what}; at most {most or 'nothing: no stage ran'}.")
+
+
+def sweep(
+    curves: Mapping[str, Mapping[float, float]],
+    x: str,
+    y: str,
+    *,
+    measured: Mapping[str, Mapping[float, float]] | None = None,
+) -> Picture:
+    """Draw how a figure depends on a setting: a curve for each name, and what was measured as markers beside it.
+
+    >>> bubbles = {f"{k} stages": {m: simulate(gpipe(k, m)).bubble_fraction for m in (1, 2, 4, 8)} for k in (2, 4)}
+    >>> sweep(bubbles, "micro-batches M", "bubble, share of the device-time").alt  # doctest: +SKIP
+
+    Args:
+        curves: for each name, the figure at each setting.
+        x: what the setting is, with its unit.
+        y: what the figure is, with its unit.
+        measured: likewise, from a run; drawn in the look of the curve with the same name, but not joined.
+
+    Raises:
+        ValueError: if there is nothing to draw, or a number is none.
+    """
+    drawn = [(name, points, False) for name, points in curves.items()]
+    drawn += [(name, points, True) for name, points in (measured or {}).items()]
+    values = [number for _, points, _ in drawn for point in points.items() for number in point]
+    if not values or not all(points for _, points, _ in drawn):
+        raise ValueError("a sweep needs a point or more of each curve, such as {'2 stages': {1: 0.5, 2: 0.33}}")
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a sweep needs finite numbers: leave out the points that have none")
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    ax = figure.subplots()
+    looks = {name: number for number, name in enumerate(dict.fromkeys(name for name, _, _ in drawn))}
+    settings = sorted({setting for _, points, _ in drawn for setting in points})
+    said = []
+    for name, points, alone in drawn:
+        number, found = looks[name], dict(sorted(points.items()))
+        look = {**curve(number), "marker": MARKERS[number % len(MARKERS)], "markersize": 6.0}
+        if alone:
+            look |= {"linestyle": "", "markersize": 9.0, "markerfacecolor": "none", "markeredgewidth": 1.6}
+        label = f"{name}, measured" if alone else name
+        ax.plot(list(found), list(found.values()), label=label, clip_on=False, zorder=3, **look)
+        said.append(f"{label}: " + ", ".join(f"{plain(value, 3)} at {setting:g}" for setting, value in found.items()))
+    if settings[0] > 0 and settings[-1] >= 8 * settings[0]:
+        ax.set_xscale("log")
+        ax.minorticks_off()
+    if len(settings) <= 12:
+        ax.set_xticks(settings, [f"{setting:g}" for setting in settings])
+    figures = [value for _, points, _ in drawn for value in points.values()]
+    ax.set(xlabel=x, ylabel=y)
+    if min(figures) >= 0:
+        ax.set_ylim(0, 1.05 * max(figures) or 1)
+    ax.grid(axis="y", color="0.9", linewidth=0.8)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=4, frameon=False, handlelength=3.2)
+    return Picture(figure, f"{y[:1].upper()}{y[1:]}, against {x}. {'; '.join(said)}.")
 
 
 def curve(number: int) -> dict[str, Any]:

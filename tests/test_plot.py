@@ -170,6 +170,75 @@ def test_curves_differ_in_more_than_colour():
     assert len({tuple(plot.curve(number).values()) for number in range(56)}) == 56
 
 
+SWEEP = {f"{k} stages": {m: simulate(gpipe(k, m)).bubble_fraction for m in (1, 2, 4, 8)} for k in (2, 4)}
+
+
+def test_a_sweep_draws_a_curve_for_each_name():
+    """Through its points in order of the setting, with markers and dashes of its own; both axes are labelled."""
+    (ax,) = plot.sweep({"2 stages": dict(reversed(SWEEP["2 stages"].items()))}, "M", "bubble").figure.axes
+    assert [tuple(point) for point in ax.lines[0].get_xydata()] == list(SWEEP["2 stages"].items())
+    picture = plot.sweep(SWEEP, "micro-batches M", "bubble, share of the device-time")
+    (ax,) = picture.figure.axes
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in ax.lines}
+    assert all(len(set(part)) == 2 for part in zip(*looks, strict=True))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("micro-batches M", "bubble, share of the device-time")
+    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["2 stages", "4 stages"]
+
+
+def test_what_was_measured_stands_beside_its_curve():
+    """In the same colour, as hollow markers that no line joins."""
+    (ax,) = plot.sweep(SWEEP, "M", "bubble", measured={"4 stages": {1: 0.8, 8: 0.4}}).figure.axes
+    two, four, measured = ax.lines
+    assert measured.get_color() == four.get_color() != two.get_color()
+    assert (measured.get_linestyle(), measured.get_markerfacecolor()) == ("None", "none")
+    assert measured.get_label() == "4 stages, measured"
+
+
+def test_a_sweeps_sentence_says_every_point():
+    """With the axes' names; large numbers have no exponent."""
+    assert plot.sweep({"a": {2: 0.333333, 1: 12345.0}}, "M", "time, ms").alt == (
+        "Time, ms, against M. a: 12345 at 1, 0.333 at 2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "ticks"),
+    [
+        ([1, 2, 4, 8], "log", ["1", "2", "4", "8"]),
+        ([1, 2, 3], "linear", ["1", "2", "3"]),
+        ([0, 8], "linear", ["0", "8"]),
+    ],
+)
+def test_a_sweeps_axis_has_a_tick_at_each_setting(settings, scale, ticks):
+    """On a log axis where the settings span a factor of eight."""
+    picture = plot.sweep({"a": dict.fromkeys(settings, 1.0)}, "M", "y")
+    FigureCanvasAgg(picture.figure).draw()
+    (ax,) = picture.figure.axes
+    assert ax.get_xscale() == scale
+    assert [label.get_text() for label in ax.get_xticklabels()] == ticks
+
+
+@pytest.mark.parametrize("curves", [{}, {"a": {}}, {"a": {1: 2.0}, "b": {}}], ids=str)
+def test_a_sweep_of_nothing_is_refused(curves):
+    """The message shows what a curve looks like."""
+    with pytest.raises(ValueError, match=r"a point or more of each curve, such as \{'2 stages': \{1: 0.5"):
+        plot.sweep(curves, "x", "y")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sweep_without_finite_numbers_is_refused(bad):
+    """Neither settings nor figures."""
+    for points in ({1: bad}, {bad: 1}):
+        with pytest.raises(ValueError, match="finite numbers"):
+            plot.sweep({"a": points}, "x", "y")
+
+
+@pytest.mark.parametrize("points", [{1: 0.0}, {-1: -2.0, 3: 1.0}, dict.fromkeys(range(1, 100), 0.5)], ids=len)
+def test_any_finite_sweep_can_be_drawn(points):
+    """Zeros, negative figures, many settings; no warning."""
+    assert plot.sweep({"a": points}, "x", "y").png()
+
+
 def test_bytes_that_do_not_fit_the_stages_are_refused():
     """Both numbers are shown."""
     with pytest.raises(ValueError, match="activation_bytes has 1 number, the trace has 2 stages"):
