@@ -133,6 +133,8 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
         peaks.append(max(values))
         ax.step(times, values, where="post", label=f"stage {stage}", **curve(stage))
     what = "MiB" if in_bytes else "micro-batches"
+    if not in_bytes:
+        ax.yaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel=f"time, {unit}", ylabel=f"kept, {what}", xlim=(0, trace.makespan * scale or 1), ylim=(0, None))
     if stages:
         figure.legend(loc="outside upper right", ncols=4, frameon=False, handlelength=3.2)
