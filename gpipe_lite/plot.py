@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
 
 from gpipe_lite.schedule import Phase, counted
 from gpipe_lite.trace import PHASE_NAMES, Trace
@@ -134,7 +135,7 @@ def memory(trace: Trace, boundary_bytes: Sequence[float] = (), activation_bytes:
         ax.step(times, values, where="post", label=f"stage {stage}", **curve(stage))
     what = "MiB" if in_bytes else "micro-batches"
     if not in_bytes:
-        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
     ax.set(xlabel=f"time, {unit}", ylabel=f"kept, {what}", xlim=(0, trace.makespan * scale or 1), ylim=(0, None))
     if stages:
         figure.legend(loc="outside upper right", ncols=4, frameon=False, handlelength=3.2)

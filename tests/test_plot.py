@@ -239,6 +239,12 @@ def test_any_finite_sweep_can_be_drawn(points):
     assert plot.sweep({"a": points}, "x", "y").png()
 
 
+def test_micro_batches_are_counted_in_whole_numbers():
+    """No tick at half a micro-batch, also where one alone is kept."""
+    (ax,) = plot.memory(simulate(gpipe(2, 4, "always"))).figure.axes
+    assert all(tick == round(tick) for tick in ax.get_yticks())
+
+
 def test_bytes_that_do_not_fit_the_stages_are_refused():
     """Both numbers are shown."""
     with pytest.raises(ValueError, match="activation_bytes has 1 number, the trace has 2 stages"):

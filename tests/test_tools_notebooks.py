@@ -108,6 +108,20 @@ def test_each_fault_is_named(tmp_path, cell, fault):
     assert fault in found
 
 
+def test_a_widget_whose_state_is_not_kept_is_a_fault(tmp_path):
+    """A page without a kernel reads it from the notebook's metadata, where code hosts demand the key ``state``."""
+    path = write(tmp_path / "chapter.ipynb")
+    data = {notebooks.WIDGETS.format("view"): {"model_id": "abc"}, "image/png": "iVBORw0KGgo=", "text/plain": "words"}
+    notebook = new_notebook(cells=[code(outputs=[shown(data, {"image/png": {"alt": "words"}})])])
+    notebook.metadata = nbformat.read(path, as_version=4).metadata
+    nbformat.write(notebook, path)
+    (found,) = notebooks.lint(path)
+    assert found.startswith("cell 1: its widget's state is not kept")
+    notebook.metadata["widgets"] = {notebooks.WIDGETS.format("state"): {"state": {"abc": {}}}}
+    nbformat.write(notebook, path)
+    assert list(notebooks.lint(path)) == []
+
+
 def test_another_kernel_is_a_fault(tmp_path):
     (found,) = faults(tmp_path, kernel="my-env")
     assert found.startswith("the kernel is 'my-env', not 'python3'")
@@ -141,7 +155,8 @@ def test_an_executed_notebook_is_clean_and_the_same_every_time(tmp_path):
     cells[0].metadata.execution = {"iopub.execute_input": "2026-01-01T00:00:00Z"}
     path = write(tmp_path / "chapter.ipynb", *cells, kernel="elsewhere")
     assert notebooks.main(["execute", str(path)]) == 0
-    assert list(notebooks.lint(path)) == []
+    (bare,) = notebooks.lint(path)
+    assert "a widget without a picture and a sentence for pages without a kernel" in bare
     once = path.read_text()
     assert f"{tmp_path.name}\\n" in once
     assert "widget-state+json" in once

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT = 600  # seconds, as in the Makefile for nbval
+WIDGETS = "application/vnd.jupyter.widget-{}+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -89,7 +90,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
             if output.output_type == "error":
                 output.traceback = [_without_folders(line) for line in output.traceback]
     text = json.dumps(notebook)
-    widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
+    widgets = notebook.metadata.get("widgets", {}).get(WIDGETS.format("state"), {})
     for number, name in enumerate(widgets.get("state", {})):
         text = text.replace(name, f"{number:032x}")
     normal: NotebookNode = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
@@ -117,7 +118,11 @@ def lint(path: Path) -> Iterator[str]:
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     if None not in counts and counts != list(range(1, len(counts) + 1)):
         yield f"execution counts are {counts}, not 1 to {len(counts)}: execute it with `make notebooks`"
+    state = notebook.metadata.get("widgets", {}).get(WIDGETS.format("state"), {}).get("state", {})
     for number, cell in enumerate(notebook.cells, start=1):
+        shown = [output.get("data", {}).get(WIDGETS.format("view")) for output in cell.get("outputs", [])]
+        if any(view and view.get("model_id") not in state for view in shown):
+            yield f"cell {number}: its widget's state is not kept, so that a page cannot show it: `make notebooks`"
         for fault in _cell_faults(cell, path):
             yield f"cell {number} ({cell.source.strip().partition(chr(10))[0][:40]!r}): {fault}"
 
@@ -139,6 +144,8 @@ def _output_faults(output: NotebookNode, tags: Iterable[str], path: Path) -> Ite
     data: Mapping[str, Any] = output.get("data", {})
     if output.output_type == "error" and "raises-exception" not in tags:
         yield f"{output.ename}: mend it, or tag the cell raises-exception if it is meant"
+    if WIDGETS.format("view") in data and not {"image/png", "text/plain"} <= data.keys():
+        yield "a widget without a picture and a sentence for pages without a kernel: see Explorer._repr_mimebundle_"
     for mime in data:
         if mime.startswith("image/") and not output.metadata.get(mime, {}).get("alt", "").strip():
             yield f"{mime} output without a text alternative: plot.show(figure, 'what it shows')"
