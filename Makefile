@@ -10,7 +10,7 @@ READY := .venv/installed
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
 	--nbval-cell-timeout 600 --timeout 900
 
-.PHONY: help lab test train notebooks images lint type cover check bench clean unit nbval
+.PHONY: help lab test train notebooks pages images lint type cover check bench clean unit nbval
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -67,6 +67,9 @@ check: lint type test cover ## all that CI checks
 notebooks: $(READY) ## execute all notebooks in place
 	$(RUN) tools/notebooks.py execute $(ARGS)
 
+pages: $(READY) ## write all notebooks as web pages, which need no server
+	$(RUN) tools/notebooks.py pages $(ARGS)
+
 images: $(READY) ## draw the pictures again
 	$(RUN) images/draw.py $(ARGS)
 
@@ -75,5 +78,6 @@ bench: $(READY) ## measure speed
 	$(RUN) tests/benchmarks/explore.py
 
 clean: ## remove caches and reports; rm -rf .venv starts over
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build *.egg-info notebooks/*.html \
+	    notebooks/solutions/*.html
 	find . -name .venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

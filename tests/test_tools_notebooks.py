@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from nbval.plugin import get_sanitize_patterns
 
@@ -120,6 +121,23 @@ def test_a_widget_whose_state_is_not_kept_is_a_fault(tmp_path):
     notebook.metadata["widgets"] = {notebooks.WIDGETS.format("state"): {"state": {"abc": {}}}}
     nbformat.write(notebook, path)
     assert list(notebooks.lint(path)) == []
+
+
+@pytest.mark.notebook
+def test_a_page_shows_a_widgets_picture_and_sentence(tmp_path):
+    """No widget waits for code from elsewhere; links between notebooks lead to their pages."""
+    data = {notebooks.WIDGETS.format("view"): {"model_id": "abc"}, "image/png": "iVBORw0KGgo=", "text/plain": "a <b"}
+    write(tmp_path / "on.ipynb")
+    links = new_markdown_cell("# Here\n[on](on.ipynb#There) [web](https://a.b/c.ipynb) [here](#Here)")
+    path = write(tmp_path / "chapter.ipynb", links, code(outputs=[shown(data, {"image/png": {"alt": "words"}})]))
+    assert notebooks.main(["pages", str(path)]) == 0
+    text = (tmp_path / "chapter.html").read_text(encoding="utf-8")
+    assert "widget-view" not in text
+    page = BeautifulSoup(text, "html.parser")
+    assert page.select_one("img[src^='data:image/png;base64,iVBORw0KGgo=']")
+    assert [said.text for said in page.select("em")] == ["a <b"]
+    links = [link["href"] for link in page.select("p a")]
+    assert links == ["on.html#There", "https://a.b/c.ipynb", "#Here"]
 
 
 def test_another_kernel_is_a_fault(tmp_path):

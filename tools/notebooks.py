@@ -1,19 +1,22 @@
-"""Execute the book's notebooks in place, and lint what is committed.
+"""Execute the book's notebooks in place, lint what is committed, and write it as web pages.
 
 Usage::
 
     python tools/notebooks.py execute [FILE ...]    all notebooks, in order
     python tools/notebooks.py lint [FILE ...]       the same, README.md and CONTRIBUTING.md
+    python tools/notebooks.py pages [FILE ...]      write each notebook as a web page, beside it
 
 ``lint`` names each fault with its file, its cell (counted from 1, Markdown included) and the way out.
 """
 
 import argparse
+import copy
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,8 +25,10 @@ import nbformat
 from bs4 import BeautifulSoup
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
+from nbformat.v4 import new_output
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +107,40 @@ def _without_folders(text: str) -> str:
         for shown in (str(folder), str(folder).replace(str(Path.home()), "~", 1)):
             text = text.replace(f"{shown}/", "")
     return text
+
+
+# Pages
+
+
+def page(path: Path) -> Path:
+    """Write a notebook as a web page beside it, so that its links into the repository lead there too.
+
+    nbconvert prefers a widget to its picture, and would leave a blank where no server sends it the widgets' code.
+    """
+    notebook = still(nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call]
+    exporter = HTMLExporter()  # type: ignore[no-untyped-call]
+    html, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": path.stem}})
+    html = re.sub(r'(href="(?![a-z]+:)[^"#]+)\.ipynb(?=["#])', r"\1.html", html)
+    target = path.with_suffix(".html")
+    target.write_text(html, encoding="utf-8", newline="\n")
+    return target
+
+
+def still(notebook: NotebookNode) -> NotebookNode:
+    """A notebook whose widgets have given way to the pictures and sentences that they carry."""
+    still = copy.deepcopy(notebook)
+    still.metadata.pop("widgets", None)
+    for cell in still.cells:
+        outputs = []
+        for output in cell.get("outputs", []):
+            outputs.append(output)
+            data = output.get("data", {})
+            if data.pop(WIDGETS.format("view"), None) and "image/png" in data:
+                said = {"text/html": f"<p><em>{escape(data['text/plain'])}</em></p>", "text/plain": data["text/plain"]}
+                outputs.append(new_output("display_data", said))  # type: ignore[no-untyped-call]
+        if "outputs" in cell:
+            cell.outputs = outputs
+    return still
 
 
 # Lint
@@ -211,13 +250,16 @@ def _shown(path: Path) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("command", choices=["execute", "lint"])
+    parser.add_argument("command", choices=["execute", "lint", "pages"])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: the whole book")
     options = parser.parse_args(arguments)
     faults = []
     if options.command == "lint":
         for path in options.files or book() + pages():
             faults += [f"{_shown(path)}: {fault}" for fault in lint(path)]
+    elif options.command == "pages":
+        for path in options.files or book():
+            print(_shown(page(path)))
     else:
         bar = tqdm(options.files or book(), unit="notebook")
         for path in bar:
