@@ -90,6 +90,7 @@ def test_outlines_are_always_there_and_never_hide_the_colour():
     picture = plot.timeline(simulate(gpipe(8, 104), TYPICAL_COSTS))
     FigureCanvasAgg(picture.figure).draw()
     for box in boxes(picture):
+        assert not box.get_clip_on()  # the last one ends with the axes
         points = box.get_window_extent().width * 72 / picture.figure.dpi
         assert 0 < box.get_linewidth() < points / 3
 
