@@ -164,6 +164,10 @@ class Schedule:
         Raises:
             ScheduleError: when no device can go on, naming each device's next task and what it waits for.
         """
+        return (task for task, _ in self.steps())
+
+    def steps(self) -> Iterator[tuple[Task, tuple[Task, ...]]]:
+        """As :meth:`in_order`, each task with its predecessors."""
         done: set[Task] = set()
         position = [0] * self.num_devices
         waiting: dict[Task, int] = {}  # a task not yet done -> the device whose next task needs it
@@ -178,7 +182,7 @@ class Schedule:
                     break
                 done.add(task)
                 position[device] += 1
-                yield task
+                yield task, before
                 if (woken := waiting.pop(task, None)) is not None:
                     ready.append(woken)
         if any(at < len(row) for at, row in zip(position, self.device_tasks, strict=True)):

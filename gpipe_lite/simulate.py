@@ -47,10 +47,10 @@ def simulate(
     ends: dict[Task, float] = {}
     free = [0.0] * schedule.num_devices
     events, device_of = [], schedule.device_of
-    for task in schedule.in_order():
+    for task, predecessors in schedule.steps():
         device = device_of[task.stage]
         start = free[device]
-        for before in schedule.predecessors(task):
+        for before in predecessors:
             arrival = ends[before]
             if device_of[before.stage] != device:
                 delay = travel(before, task)

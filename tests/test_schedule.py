@@ -65,6 +65,7 @@ def test_in_order_starts_nothing_before_what_it_waits_for(make, num_stages, num_
     """Happens-before: predecessors and earlier tasks of the same device come first."""
     schedule = make(num_stages, num_micro_batches, checkpoint)
     at = {task: i for i, task in enumerate(schedule.in_order())}
+    assert [(task, schedule.predecessors(task)) for task in at] == list(schedule.steps())
     assert len(at) == sum(map(len, schedule.device_tasks))
     assert all(at[before] < at[task] for task in at for before in schedule.predecessors(task))
     assert all(at[a] < at[b] for row in schedule.device_tasks for a, b in pairwise(row))
