@@ -4,13 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpipe_lite.distributed import DistributedGPipe
     from gpipe_lite.gpipe import GPipe
+    from gpipe_lite.launcher import launch
     from gpipe_lite.runtime import StepResult
     from gpipe_lite.skip import Pop, Stash
     from gpipe_lite.stage import is_recomputing
 
-__all__ = ["GPipe", "Pop", "Stash", "StepResult", "is_recomputing"]
-_ROOMS = {"GPipe": "gpipe", "StepResult": "runtime", "Pop": "skip", "Stash": "skip", "is_recomputing": "stage"}
+__all__ = ["DistributedGPipe", "GPipe", "Pop", "Stash", "StepResult", "is_recomputing", "launch"]
+_ROOMS = {
+    "DistributedGPipe": "distributed",
+    "GPipe": "gpipe",
+    "Pop": "skip",
+    "Stash": "skip",
+    "StepResult": "runtime",
+    "is_recomputing": "stage",
+    "launch": "launcher",
+}
 __version__ = "0.1.0"
 
 

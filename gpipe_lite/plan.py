@@ -1,9 +1,11 @@
 """The schedule by which a pipeline runs so many micro-batches, from what the user named."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import SupportsIndex, get_args
 
-from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, counted
+from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, ScheduleError, Task, counted
+from gpipe_lite.skip import Port, Routes, sender_of
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 
@@ -30,6 +32,66 @@ def check_options(chunks: int, checkpoint: str, schedule: ScheduleLike) -> None:
         raise ValueError(f"schedule must be one of {', '.join(BY_NAME)}, a Schedule or a function, not {schedule!r}")
     if not (isinstance(schedule, str | Schedule) or callable(schedule)):
         raise TypeError(f"schedule must be a name, a Schedule or a function of (K, M), not {schedule!r}")
+
+
+def check_order(schedule: Schedule, routes: Routes, room: int) -> None:
+    """Check that devices which send each other values in order, and run ahead by so many, never wait in a ring.
+
+    Threads put values aside until they are needed. Between processes a value waits in line, behind those that were
+    sent before it, and who finds the line full waits.
+
+    Args:
+        schedule: one that is possible.
+        routes: say where values go.
+        room: how many values a line holds.
+
+    Raises:
+        ScheduleError: if two devices send and receive in different orders, or a ring of full lines forms.
+    """
+    waiting = [deque(_messages(schedule, routes, row)) for row in schedule.device_tasks]
+    lines: dict[tuple[int, int], deque[tuple[Task, Port]]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for device, todo in enumerate(waiting):
+            while todo:
+                is_sent, other, message = todo[0]
+                line = lines.setdefault((device, other) if is_sent else (other, device), deque())
+                if is_sent and len(line) < room:
+                    line.append(message)
+                elif not is_sent and line:
+                    if line[0] != message:
+                        raise ScheduleError(
+                            f"schedule {schedule.name!r}: device {device} needs what is for {message[0]} first, and "
+                            f"device {other} sends what is for {line[0][0]} first; processes exchange values in one "
+                            "order, so let both devices have it"
+                        )
+                    line.popleft()
+                else:
+                    break
+                todo.popleft()
+                moved = True
+    if any(waiting):
+        each = "; ".join(
+            f"device {device} to {'send' if todo[0][0] else 'receive'} what is for {todo[0][2][0]}"
+            for device, todo in enumerate(waiting)
+            if todo
+        )
+        raise ScheduleError(f"schedule {schedule.name!r}: with room for {room} values in a line, all wait: {each}")
+
+
+def _messages(schedule: Schedule, routes: Routes, row: Iterable[Task]) -> Iterator[tuple[bool, int, tuple[Task, Port]]]:
+    """What a device receives and sends, in order: whether it sends, the other device, for which task and port."""
+    last = schedule.num_stages - 1
+    for task in row:
+        for source in routes.sources(task):
+            there = sender_of(task, source)
+            if 0 <= there <= last:
+                yield False, schedule.device_of[there], (task, source)
+        for port in routes.made_for(task):
+            consumer, source = routes.destination(task, port)
+            if 0 <= consumer.stage <= last:
+                yield True, schedule.device_of[consumer.stage], (consumer, source)
 
 
 class Plan:

@@ -157,6 +157,13 @@ Port = int | Skip
 """Where a stage's values come from or go to: a neighbour, by its index, or the other end of a skip."""
 
 
+def sender_of(task: Task, source: Port) -> int:
+    """The stage that sends what a task receives by a port."""
+    if isinstance(source, int):
+        return source
+    return source.stashed_on if task.phase is Phase.FORWARD else source.popped_on
+
+
 class Routes:
     """The ways between stages.
 
@@ -189,6 +196,16 @@ class Routes:
                 return task.stage - 1, *self.arriving(task.stage)
             case Phase.BACKWARD:
                 return task.stage + 1, *self.leaving(task.stage)
+            case Phase.RECOMPUTE:
+                return ()
+
+    def made_for(self, task: Task) -> tuple[Port, ...]:
+        """Where the values go that ``task`` makes; the neighbour is first."""
+        match task.phase:
+            case Phase.FORWARD:
+                return task.stage + 1, *self.leaving(task.stage)
+            case Phase.BACKWARD:
+                return task.stage - 1, *self.arriving(task.stage)
             case Phase.RECOMPUTE:
                 return ()
 

@@ -34,9 +34,12 @@ HOUSE = {
     "stage": "schedule trace microbatch randomness batchnorm snapshot gradients skip",
     "runtime": "schedule trace microbatch transfer stage",
     "threads": "schedule microbatch transfer snapshot gradients skip stage runtime",
-    "distributed": f"{TIME} {PIECES} stage runtime",
+    "watch": "",
+    "wire": "microbatch transfer watch",
+    "launcher": "",
+    "distributed": f"{TIME} {PIECES} plan connect stage runtime wire watch",
     "connect": "schedule microbatch threads",
-    "plan": "schedule",
+    "plan": "schedule skip",
     "gpipe": f"{TIME} {PIECES} plan stage runtime threads connect",
     "saving": "partition gpipe distributed",
     # what reads schedules and traces
@@ -57,7 +60,7 @@ HOUSE = {
 ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 
 TORCH_FREE = {"schedule", "trace", "simulate", "balance"}
-RUNS = set(f"{TIME} {PIECES} plan stage runtime threads distributed connect gpipe saving".split())
+RUNS = set(f"{TIME} {PIECES} plan stage runtime threads watch wire distributed connect gpipe saving".split())
 READERS = {"plot", "svg", "explain", "explore", "lab", "data", "train", "compare", "lint", "verify"}
 
 
