@@ -142,7 +142,7 @@ class DistributedGPipe(nn.Module):
         self.clock_offsets: list[Offset] = []
         store = PrefixStore(f"gpipe_lite {next(_number)}", _get_default_store())
         self._watch = Watch(store, self.rank, range(num_ranks), timeout)
-        with self._telling():
+        with self.telling():
             partitions = _cut(module, balance, self.rank, num_ranks)
             self.balance = [len(layers) for layers in partitions]
             self._routes = routes(partitions)
@@ -185,7 +185,7 @@ class DistributedGPipe(nn.Module):
             RuntimeError: if gradients are enabled: they need the loss, so call :meth:`step`.
             RankFailedError: if another rank failed.
         """
-        with self._telling():
+        with self.telling():
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "the loss is on the last rank, and gradients need it: call step(x, y, loss_fn) on every rank, or "
@@ -228,7 +228,7 @@ class DistributedGPipe(nn.Module):
             ValueError: if x and y disagree on the batch size, or the loss is not one number.
             RankFailedError: if another rank failed, or was not heard of.
         """
-        with self._telling():
+        with self.telling():
             order = self._order("step()", x)
             if not self._is_last:
                 run = self._new_run(order)
@@ -265,13 +265,13 @@ class DistributedGPipe(nn.Module):
         """
         if self._timeline is None:
             raise RuntimeError("nothing ran yet: call step() on every rank, then gather_trace()")
-        with self._telling():
+        with self.telling():
             others = range(1, len(self.balance))
             if self.rank:
                 self._answer_pings()
             offsets = [Offset(0.0, 0.0), *map(self._ping, others)] if self.rank == 0 else []
-            rows = self._exchange([(event.task, event.start, event.end) for event in self._timeline.trace().events])
-            self.clock_offsets = self._exchange(offsets)[0]
+            rows = self.exchange([(event.task, event.start, event.end) for event in self._timeline.trace().events])
+            self.clock_offsets = self.exchange(offsets)[0]
             events = [
                 Event(task, device, start - offset.seconds, end - offset.seconds)
                 for device, (row, offset) in enumerate(zip(rows, self.clock_offsets, strict=True))
@@ -288,9 +288,9 @@ class DistributedGPipe(nn.Module):
         Returns:
             The norm before, over all stages.
         """
-        with self._telling():
+        with self.telling():
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-            squares = self._exchange(sum(float(gradient.double().norm()) ** 2 for gradient in gradients))
+            squares = self.exchange(sum(float(gradient.double().norm()) ** 2 for gradient in gradients))
             norm = float(sum(squares) ** 0.5)
             for gradient in gradients:
                 gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
@@ -305,8 +305,8 @@ class DistributedGPipe(nn.Module):
         return self.rank == len(self.balance) - 1
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell the other ranks of what goes wrong here."""
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of what goes wrong in a ``with`` block, so that they do not wait for this one."""
         self._watch.check()
         try:
             yield
@@ -361,14 +361,21 @@ class DistributedGPipe(nn.Module):
 
     def _end(self, run: "_Run", loss: Tensor | None = None) -> Any:
         """Wait until all ranks are done; the loss of the last one, if it has any."""
-        reports = self._exchange((loss, run.seed.is_used))
+        reports = self.exchange((loss, run.seed.is_used))
         if any(is_used for _, is_used in reports):
             draw_seed()  # so that the next one is another, as if all stages were here
         found = reports[-1][0]
         return found if found is None else found.to(self.device)
 
-    def _exchange(self, own: Any) -> list[Any]:
-        """What each rank has, for all."""
+    def exchange(self, own: Any) -> list[Any]:
+        """What each rank has, for all; every rank calls it.
+
+        Args:
+            own: any nesting of tensors and plain values.
+
+        Returns:
+            One a rank.
+        """
         self._watch.doing("waiting for all to end")
         limit, ranks = self._watch.timeout, range(1, len(self.balance))
         if self.rank:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_lite import GPipe
+from gpipe_lite import DistributedGPipe, GPipe, launch
+from gpipe_lite.launcher import LaunchError
 from gpipe_lite.saving import CheckpointError, load, save
 
 
@@ -205,3 +206,99 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, part):
     with pytest.raises(CheckpointError, match=r"no state of torch's random|'0.weight' is torch.float32 in the file"):
         load(tmp_path / "run.pt", other, other_optimizer)
     assert equal(other.state_dict(), before)
+
+
+# Where each stage is a process
+
+
+def build(kind, balance):
+    """A pipe of threads, of processes, or the plain model; and an optimiser with two groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+    if kind == "threads":
+        model = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=2, deferred_batch_norm=True)
+    elif kind == "processes":
+        model = DistributedGPipe(model, balance, chunks=2, deferred_batch_norm=True)
+    weights, biases = ([p for p in model.parameters() if (p.dim() > 1) is has_two] for has_two in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
+    return model, torch.optim.Adam(groups, lr=0.1)
+
+
+def on_ranks(balance, file, before, after):
+    pipe, optimizer = build("processes", balance)
+    torch.manual_seed(7)
+    if before is None:
+        more = load(file, pipe, optimizer)
+        assert more == {"note": [1, "two"]}
+    else:
+        train(pipe, optimizer, before)
+        save(file, pipe, optimizer, note=[1, "two"])
+    train(pipe, optimizer, after)
+    return pipe.state_dict()
+
+
+def joined(states):
+    return {name: tensor for state in states for name, tensor in state.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("balance", [[1, 1, 1, 1], [2, 2]])
+def test_what_processes_saved_goes_on_anywhere(tmp_path, balance):
+    """On other numbers of processes, on threads, bit for bit, and on the plain model; one stage has no parameters."""
+    file = tmp_path / "run.pt"
+    undisturbed = joined(launch(on_ranks, len(balance), balance, file, 3, 2))
+    for other in ([1, 1, 1, 1], [3, 1], [4]):
+        assert equal(joined(launch(on_ranks, len(other), other, file, None, 2)), undisturbed)
+        pipe, optimizer = build("threads", other)
+        load(file, pipe, optimizer)
+        train(pipe, optimizer, 2)
+        assert equal(pipe.state_dict(), undisturbed)
+    model, optimizer = build("plain", None)
+    load(file, model, optimizer)
+    assert model[1].num_batches_tracked == 3
+    assert len(optimizer.state) == 6
+
+
+@pytest.mark.distributed
+def test_what_threads_saved_goes_on_in_processes(tmp_path):
+    """With the shards of its predecessor gone, and other files left alone."""
+    file = tmp_path / "run.pt"
+    pipe, optimizer = build("threads", [2, 2])
+    torch.manual_seed(7)
+    train(pipe, optimizer, 3)
+    save(file, pipe, optimizer, note=[1, "two"])
+    train(pipe, optimizer, 2)
+    assert equal(joined(launch(on_ranks, 3, [1, 1, 2], file, None, 2)), pipe.state_dict())
+    (tmp_path / "run.pt.old.1of2").touch()
+    for _ in range(2):
+        launch(on_ranks, 2, [2, 2], file, 1, 0)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert len(kept) == 4
+    assert kept[0] == "run.pt"
+    assert "run.pt.old.1of2" in kept
+
+
+@pytest.mark.distributed
+def test_a_shard_that_is_lost_or_damaged_is_named(tmp_path):
+    """And the crash of a rank that saves leaves the last good checkpoint."""
+    file = tmp_path / "run.pt"
+    launch(on_ranks, 2, [2, 2], file, 1, 0)
+
+    def crashes():
+        pipe, optimizer = build("processes", [2, 2])
+        save(file, pipe, optimizer, note=(lambda: 0) if pipe.rank == 0 else None)
+
+    before = file.read_bytes()
+    with pytest.raises(LaunchError, match=r"(?s)rank 0 failed.*run\.pt cannot keep this"):
+        launch(crashes, 2)
+    assert file.read_bytes() == before
+    model, optimizer = build("plain", None)
+    load(file, model, optimizer)
+    shard = next(path for path in tmp_path.iterdir() if path.name.endswith("1of2") and path.name in str(before))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=r"run\.pt\.[0-9a-f]{8}\.1of2 is damaged"):
+        load(file, model, optimizer)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match="1of2"):
+        load(file, model, optimizer)
