@@ -13,6 +13,9 @@ examples:
   python -m gpipe_lite.train --save run.pt                       the same; Ctrl-C stops and saves
   python -m gpipe_lite.train --save run.pt --resume --stages 2   go on with it, on two stages
   python -m gpipe_lite.train --model transformer --layers 4 --epochs 1 --schedule 1f1b
+  torchrun --nproc-per-node 4 -m gpipe_lite.train                a process a stage
+  torchrun --nproc-per-node 4 --max-restarts 3 -m gpipe_lite.train --save run.pt --save-every 5
+                                                                 goes on by itself if a process dies
 """
 
 
@@ -77,6 +80,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--chunks", type=_whole, default=8, help="M, micro-batches a mini-batch; default: 8")
     group.add_argument("--checkpoint", choices=("always", "except_last", "never"), default="except_last",
                        help="which micro-batches are recomputed; default: except_last")  # fmt: skip
+    group.add_argument("--timeout", type=float, default=30.0,
+                       help="under torchrun: seconds until a silent process counts as failed; default: 30")  # fmt: skip
     group.add_argument("--schedule", choices=("gpipe", "1f1b", "naive"), default="gpipe", help="default: gpipe")
     group = parser.add_argument_group("the training")
     group.add_argument("--epochs", type=_whole, default=6, help="default: 6")
@@ -97,9 +102,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def devices_of(options: argparse.Namespace) -> list[str]:
-    """One a stage; the number of stages is said by --stages, --balance or --devices, and they must agree."""
+def devices_of(options: argparse.Namespace, num_processes: int | None = None) -> list[str]:
+    """One a stage; the number of stages is said by --stages, --balance, --devices or torchrun, and they must agree."""
     said = {
+        "the processes of torchrun": num_processes,
         "--stages": options.stages,
         "--balance": len(options.balance) if options.balance else None,
         "--devices": len(options.devices) if options.devices else None,
@@ -124,7 +130,19 @@ def check_file(options: argparse.Namespace) -> None:
         raise ValueError(f"--trace {options.trace}: there is no folder {Path(options.trace).parent}")
 
 
-_FREE = ("stages", "balance", "devices", "checkpoint", "schedule", "epochs", "save", "save_every", "resume", "trace")
+_FREE = (
+    "timeout",
+    "stages",
+    "balance",
+    "devices",
+    "checkpoint",
+    "schedule",
+    "epochs",
+    "save",
+    "save_every",
+    "resume",
+    "trace",
+)
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -55,7 +55,7 @@ HOUSE = {
     "lint": "compare gradients microbatch partition randomness gpipe",
     "verify": "compare lint loss microbatch partition",
     "options": "",
-    "train": f"{TIME} balance profiling gpipe distributed saving data models options",
+    "train": f"{TIME} balance profiling gpipe distributed watch saving data models options",
 }
 ARROWS = {room: set(rooms.split()) for room, rooms in HOUSE.items()}
 

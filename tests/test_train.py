@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -317,3 +318,72 @@ def test_a_finished_training_that_is_resumed_says_how_good_it_is(tmp_path, capsy
     told = capsys.readouterr().out.splitlines()[-1].split("test ", 1)[1]
     assert main([*SMALL, "--save", file, "--resume"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split("test ", 1)[1] == told
+
+
+# A process a stage
+
+
+def torchrun(folder, *arguments, restarts=0, killer=None):
+    """Run the command line under torchrun, four processes; what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", str(restarts)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "-m", "gpipe_lite.train", *SMALL, *arguments], cwd=folder, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:  # fmt: skip
+        if killer is not None:
+            killer(running.pid)
+        try:
+            out, err = running.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            running.terminate()
+            raise
+    assert running.returncode == 0, err
+    return out
+
+
+def kill_one_when(file):
+    """Kill the second process once there is a checkpoint; only that."""
+
+    def kill(pid):
+        deadline = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+
+    return kill
+
+
+def whole_model(file):
+    """What a checkpoint has, in shards or not."""
+    model = training.workload(parse(SMALL)).model
+    load(file, model)
+    return model.state_dict()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_processes_train_to_the_bits_of_threads_and_survive_a_killed_one(tmp_path, capsys):
+    """Under torchrun: the same weights after two epochs; killed and restarted, from the last checkpoint, likewise."""
+    main([*SMALL, "--save", str(tmp_path / "threads.pt")])
+    expected = whole_model(tmp_path / "threads.pt")
+    by_threads = [line.split("  ")[:3] for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    out = torchrun(tmp_path, "--save", "run.pt", "--trace", "run.json")
+    assert [line.split("  ")[:3] for line in out.splitlines() if line.startswith("epoch")] == by_threads
+    trace = Trace.load(tmp_path / "run.json")
+    assert (trace.num_devices, trace.num_stages) == (4, 4)
+    trace.schedule.check()
+    found = whole_model(tmp_path / "run.pt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    out = torchrun(tmp_path, "--save", "killed.pt", "--save-every", "1", restarts=2,
+                   killer=kill_one_when(tmp_path / "killed.pt"))  # fmt: skip
+    assert "resumed after step" in out
+    found = whole_model(tmp_path / "killed.pt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.distributed
+def test_another_number_of_processes_than_stages_is_refused_in_one_line(tmp_path):
+    """By each of them, with both numbers."""
+    with pytest.raises(AssertionError, match="the numbers of stages disagree: the processes of torchrun 4, --stages 3"):
+        torchrun(tmp_path, "--stages", "3", "--balance", "3,3,3")
