@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpipe_lite.plot import plain, time_unit
+from gpipe_lite.plot import clock, plain, time_unit
 from gpipe_lite.schedule import Phase, Schedule
 from gpipe_lite.trace import Trace
 
@@ -22,7 +22,9 @@ class Figures:
     Attributes:
         makespan: in the trace's unit.
         bubble: idle device-time ÷ all device-time.
-        speed_up: over one device, which runs all forward and backward tasks without a pause or recomputation.
+        speed_up: over one device, which runs all forward and backward tasks without a pause or recomputation. Of a
+            measured trace, that is the forward and backward boxes, put one after the other, ÷ the makespan: threads
+            that share a core stretch each other's boxes, and one device would not take so long.
         throughput: micro-batches per unit of time.
         live: for each stage, of how many micro-batches it keeps all activations at most.
         inputs: for each stage, of how many micro-batches it keeps at least the input at most.
@@ -90,19 +92,30 @@ def sentence(trace: Trace, found: Figures) -> str:
     """The trace and its figures in words: the text alternative of the whole picture."""
     if not trace.events:
         return trace.describe()
-    a_time = {"s": "a second", "steps": "a step"}.get(trace.unit, f"per {trace.unit}")
+    done = f"{plain(found.throughput, 3)} micro-batches per {per(trace)}"
+    if trace.unit == "s":  # of a real clock
+        speed = (
+            f"Its forward and backward boxes, put one after the other, would take {found.speed_up:.2f} times as long; "
+            f"that is the speed-up over one device only if each device has hardware of its own. It does {done}."
+        )
+    else:
+        speed = f"It is {found.speed_up:.2f} times as fast as one device without recomputation and does {done}."
     live = _by_stage([str(count) for count in found.live])
     return (
-        f"{trace.describe()} It is {found.speed_up:.2f} times as fast as one device without recomputation and does "
-        f"{plain(found.throughput, 3)} micro-batches {a_time}. A stage keeps the activations of at most {live} "
+        f"{trace.describe()} {speed} A stage keeps the activations of at most {live} "
         f"micro-batch{'' if live == '1' else 'es'}, and at most {_by_stage([percent(part) for part in found.memory])} "
         f"of what one device would."
     )
 
 
+def per(trace: Trace) -> str:
+    """The unit of time by which a throughput counts: a simulated step is one of the clock, not one of training."""
+    return {"s": "second", "steps": "step of the clock"}.get(trace.unit, trace.unit)
+
+
 def percent(part: float) -> str:
-    """A part of a whole to two digits: 25%, 3.2%."""
-    return f"{plain(part * 100, 2)}%"
+    """A part of a whole to three digits: 25%, 3.12%."""
+    return f"{plain(part * 100, 3)}%"
 
 
 def _by_stage(values: list[str]) -> str:
@@ -138,13 +151,18 @@ def why_idle(trace: Trace, schedule: Schedule, device: int, time: float) -> str:
     before = [event for event in map(trace.event_of, schedule.predecessors(task)) if event is not None]
     pending = [event for event in before if event.end > time]
     last = max(pending or [event for event in before if event.device != device], key=lambda e: e.end, default=None)
-    who += f" waits at time {_at(trace, time)} for"
+    starts = _at(trace, after[0].start)
     if last is None:
-        return f"{who} nothing: it could start {task}, and does at {_at(trace, after[0].start)}"
+        why = "between tasks, or no free core"
+        return f"{who} could start {task}: all that it needs is there. It starts at {starts} ({why})"
     what, where = last.task, f"device {last.device}"
+    if not pending and trace.unit == "s":  # a real clock does not tell the wire from the wait for a core
+        needed = "its gradient" if task.phase is Phase.BACKWARD else "its input"
+        left, why = _at(trace, last.end), "on its way, or no free core"
+        return f"{who} could start {task}: {needed} left {where} at {left}. It starts at {starts} ({why})"
+    who += f" waits at time {_at(trace, time)} for"
     if not pending:
-        used = _at(trace, after[0].start)
-        return f"{who} the result of {what}, which left {where} at {_at(trace, last.end)} and is used from {used}"
+        return f"{who} the result of {what}, which left {where} at {_at(trace, last.end)} and is used from {starts}"
     if last.start <= time:
         return f"{who} {what}, which runs on {where} until {_at(trace, last.end)}"
     return f"{who} {what}, which {where} starts at {_at(trace, last.start)}"
@@ -161,4 +179,4 @@ def what_happens(trace: Trace, schedule: Schedule, device: int, time: float) -> 
 def _at(trace: Trace, time: float) -> str:
     """A time, from the trace's start; simulated steps go without saying."""
     scale, unit = time_unit(trace)
-    return plain((time - trace.start) * scale, 5) + ("" if unit == "steps" else f" {unit}")
+    return clock((time - trace.start) * scale) + ("" if unit == "steps" else f" {unit}")

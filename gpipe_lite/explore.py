@@ -22,7 +22,7 @@ from textwrap import fill
 from typing import Any, get_args
 
 from gpipe_lite import plot, svg
-from gpipe_lite.explain import Figures, figures, moments, percent, sentence, what_happens
+from gpipe_lite.explain import Figures, figures, moments, per, percent, sentence, what_happens
 from gpipe_lite.plot import plain, time_unit
 from gpipe_lite.schedule import BY_NAME, Checkpoint, Phase, Schedule, check_sizes, counted
 from gpipe_lite.simulate import simulate
@@ -143,7 +143,8 @@ def _check_trace(trace: Trace) -> None:
 def rehearse(trace: Trace) -> Trace:
     """Simulate a measured trace: the same tasks in the same order, each at the median cost of its phase and stage.
 
-    So it would look if nothing came in between: no other program, no wire, no slow first time.
+    So it would look if nothing came in between: no other program, no wire, no slow first time. But threads that share a
+    core stretch the median box, too, and then the simulation can even be the longer one.
 
     Raises:
         ScheduleError: if tasks ran whose predecessors are not in the trace.
@@ -204,11 +205,13 @@ class _Slider:
 
 SLIDERS = {
     "num_stages": _Slider("stages, K", "how many stages, a device each", 1, 16, 1),
-    "num_micro_batches": _Slider("micro-batches, M", "into how many pieces the mini-batch is split", 1, 64, 1),
-    "forward": _Slider("forward cost", "steps of a forward task, or of recomputing it, on an average stage", 0.1, 5),
-    "backward": _Slider("backward cost", "steps of a backward task on an average stage", 0.1, 5),
+    "num_micro_batches": _Slider("micro-batches, M", "how many micro-batches, all of one size", 1, 64, 1),
+    "forward": _Slider(
+        "forward cost", "steps of the clock for a forward task, or for recomputing it, on an average stage", 0.1, 5
+    ),
+    "backward": _Slider("backward cost", "steps of the clock for a backward task on an average stage", 0.1, 5),
     "imbalance": _Slider("imbalance", "how many times longer the middle stage takes than the average one", 1, 4),
-    "communication": _Slider("communication", "steps for which a value travels between two devices", 0, 5),
+    "communication": _Slider("communication", "steps of the clock for which a value travels between two devices", 0, 5),
     "input_size": _Slider("input size", "memory of a stage's input, as a part of all that it keeps", 0, 1, 0.05),
 }
 CHOICES = {  # JupyterLab takes arrows and letters for itself while a list is closed, and leaves it Space
@@ -411,9 +414,10 @@ def _ipywidgets() -> Any:
 
 def _figures_table(traces: Mapping[str, Trace], found: Mapping[str, Figures]) -> str:
     """The figures as two tables: of the whole, and by stage; a row a trace."""
-    scale, unit = time_unit(next(iter(traces.values())))
-    per = {"ms": "s", "steps": "step"}.get(unit, unit)
-    whole = [["", f"makespan, {unit}", "bubble", "speed-up over one device", f"micro-batches per {per}"]]
+    trace = next(iter(traces.values()))
+    scale, unit = time_unit(trace)
+    speed = "F and B boxes ÷ makespan" if trace.unit == "s" else "speed-up over one device"
+    whole = [["", f"makespan, {unit}", "bubble", speed, f"micro-batches per {per(trace)}"]]
     staged = [["by stage", *map(str, range(max(len(each.live) for each in found.values())))]]
     for name, each in found.items():
         of = f", {name}" if len(found) > 1 else ""

@@ -230,6 +230,11 @@ def plain(value: float, digits: int) -> str:
     return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
+def clock(value: float) -> str:
+    """A time to read off: two decimals, and three digits of what is shorter."""
+    return plain(round(value, 2), 12) if abs(value) >= 1 else plain(value, 3)
+
+
 def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None = None) -> None:
     """Draw a timeline into axes of a figure of your own.
 
@@ -258,11 +263,11 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
             linewidth=[min(0.6, 0.1 + 0.1 * width * points) for width in widths],  # an outline, not the box's colour
             clip_on=False,  # the axes end where the last box does, and would cut its outline
         )
-        halo = [withStroke(linewidth=2, foreground=FILL[phase])] if HATCH[phase] else []  # keeps the hatching off
+        halo = [withStroke(linewidth=2.8, foreground="white")] if HATCH[phase] else []  # keeps the hatching off
         for event, width, left in zip(events, widths, lefts, strict=True):
             label = str(event.task.micro_batch)
             size = min(FONT, (width * points - 1.5) / (DIGIT * len(label)))
-            if size >= 0.7 * FONT:
+            if size >= 0.64 * FONT:
                 place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True}
                 x = left + width * scale / 2
                 ax.text(x, event.device, label, fontsize=size, color=INK[phase], path_effects=halo, **place)

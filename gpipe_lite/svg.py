@@ -12,6 +12,7 @@ from html import escape
 from zlib import crc32
 
 from gpipe_lite.plot import FILL, HATCH, INK, plain, time_unit
+from gpipe_lite.plot import clock as shown
 from gpipe_lite.schedule import Phase
 from gpipe_lite.trace import PHASE_NAMES, Event, Trace
 
@@ -96,13 +97,13 @@ def _boxes(trace: Trace, hatch: str, scale: float, unit: str, zoom: float, row: 
     digits = [len(str(micro_batch)) for micro_batch in range(trace.num_micro_batches)]
     start = trace.start
     times = {time for event in trace.events for time in (event.start, event.end)}  # a task often ends when others start
-    said = {time: plain((time - start) * scale, 5) for time in times}
+    said = {time: shown((time - start) * scale) for time in times}
     by_phase: dict[Phase, list[Event]] = {phase: [] for phase in Phase}
     for event in trace.events:
         by_phase[event.task.phase].append(event)
     for phase, events in by_phase.items():
         letter, name = str(phase), PHASE_NAMES[phase]
-        halo = f' stroke="{FILL[phase]}" stroke-width="3" paint-order="stroke"' if HATCH[phase] else ""
+        halo = ' stroke="white" stroke-width="3" stroke-linejoin="round" paint-order="stroke"' if HATCH[phase] else ""
         margin = 5 if halo else 3
         narrow = margin + 0.7 * FONT * DIGIT
         boxes, numbers = [], []
@@ -151,7 +152,7 @@ def _clock(time: float, scale: float, unit: str, zoom: float, bottom: float) -> 
     """A line through all devices at the time, with the time above."""
     x = LEFT + time * zoom
     anchor = "end" if x > WIDTH - 120 else "start"
-    text = f"time {plain(time * scale, 5)} {unit}"
+    text = f"time {shown(time * scale)} {unit}"
     yield (
         f'<path d="M{x:.2f} {TOP - 2}V{bottom + 4:g}" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"/>'
         f'<path d="M{x:.2f} {TOP - 2}l-5 -8h10z"/>'

@@ -212,15 +212,29 @@ def test_the_sentence_is_the_description_and_the_figures():
     trace = simulate(gpipe(4, 8), TYPICAL_COSTS)
     assert sentence(trace, figures(trace)) == (
         f"{trace.describe()} It is 2.91 times as fast as one device without recomputation and does 0.242 "
-        "micro-batches a step. A stage keeps the activations of at most 8 micro-batches, and at most 25% of what "
-        "one device would."
+        "micro-batches per step of the clock. A stage keeps the activations of at most 8 micro-batches, and at most "
+        "25% of what one device would."
     )
     trace = simulate(one_f_one_b(2, 8))
-    assert "at most 2 and 1 (by stage) micro-batches, and at most 12% and 6.2% (by stage)" in sentence(
+    assert "at most 2 and 1 (by stage) micro-batches, and at most 12.5% and 6.25% (by stage)" in sentence(
         trace, figures(trace)
     )
     assert "of at most 1 micro-batch, and" in sentence(MEASURED, figures(MEASURED))
-    assert "does 1.43 micro-batches a second" in sentence(MEASURED, figures(MEASURED))
+    assert "does 1.43 micro-batches per second" in sentence(MEASURED, figures(MEASURED))
+
+
+def test_of_a_measured_trace_no_speed_up_is_claimed():
+    """Threads that share a core stretch each other's boxes: their sum is not one device's time."""
+    both = explore(MEASURED)
+    for said in (sentence(MEASURED, figures(MEASURED)), both.sentence):
+        assert "times as fast" not in said
+        assert (
+            "Its forward and backward boxes, put one after the other, would take 0.79 times as long; that is the "
+            "speed-up over one device only if each device has hardware of its own."
+        ) in said
+    assert "F and B boxes ÷ makespan" in both.view.value
+    assert "speed-up over one device</th>" not in both.view.value
+    assert "speed-up over one device</th>" in explore().view.value
 
 
 def test_each_kind_of_idling_has_its_words():
@@ -237,8 +251,23 @@ def test_each_kind_of_idling_has_its_words():
         "device 1 waits at time 1.5 for the result of F(0,0), which left device 0 at 1 and is used from 3"
     )
     assert why_idle(MEASURED, MEASURED.schedule, 1, 10.35) == (
-        "device 1 waits at time 350 ms for nothing: it could start B(1,0), and does at 400 ms"
+        "device 1 could start B(1,0): all that it needs is there. It starts at 400 ms (between tasks, or no free core)"
     )
+    assert why_idle(MEASURED, MEASURED.schedule, 1, 10.12) == (
+        "device 1 could start F(1,0): its input left device 0 at 100 ms. It starts at 150 ms "
+        "(on its way, or no free core)"
+    )
+    slow = Trace((*MEASURED.events[:3], Event(Task(Phase.BACKWARD, 0, 0), 0, 10.6, 10.7)), 2)
+    assert "its gradient left device 1 at 500 ms. It starts at 600 ms" in why_idle(slow, slow.schedule, 0, 10.55)
+
+
+def test_times_are_told_to_two_decimals():
+    """And three digits of what is shorter."""
+    third = simulate(gpipe(2, 1), lambda _: 28 / 3)
+    assert what_happens(third, gpipe(2, 1), 0, 0) == "device 0 runs F(0,0) until 9.33"
+    assert "time 9.33 steps" in texts(drawn(third, clock=28 / 3))
+    brief = simulate(gpipe(2, 1), lambda _: 1 / 3)
+    assert what_happens(brief, gpipe(2, 1), 0, 0) == "device 0 runs F(0,0) until 0.333"
 
 
 @given(SETTINGS)
