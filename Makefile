@@ -34,8 +34,8 @@ $(READY): .venv/bin/python requirements.txt pyproject.toml
 	@touch $@
 
 # The whole repository is served, so that links into gpipe_lite open; --allow-root is for containers.
-lab: $(READY) ## open the book in JupyterLab
-	$(RUN) -m jupyterlab --allow-root --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+lab: $(READY) ## open the book in JupyterLab, at chapter 00
+	$(RUN) -m jupyterlab --allow-root --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
 train: $(READY) ## train on a pipeline; ARGS=--help lists the options
 	$(RUN) -m gpipe_lite.train $(ARGS)
