@@ -261,7 +261,7 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
             hatch_linewidth=0.6,
             edgecolor="black",
             linewidth=[min(0.6, 0.1 + 0.1 * width * points) for width in widths],  # an outline, not the box's colour
-            clip_on=False,  # the axes end where the last box does, and would cut its outline
+            clip_on=trace.makespan > until * (1 + 1e-9),  # axes that end with the last box would cut its outline
         )
         halo = [withStroke(linewidth=2.8, foreground="white")] if HATCH[phase] else []  # keeps the hatching off
         for event, width, left in zip(events, widths, lefts, strict=True):

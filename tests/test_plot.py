@@ -95,6 +95,13 @@ def test_outlines_are_always_there_and_never_hide_the_colour():
         assert 0 < box.get_linewidth() < points / 3
 
 
+def test_no_box_leaves_axes_that_end_before_its_trace():
+    """As in the README's picture of a schedule that goes on."""
+    ax = Figure().subplots()
+    plot.draw_timeline(ax, simulate(naive(2)), until=2.0)
+    assert all(patch.get_clip_on() for container in ax.containers for patch in container)
+
+
 def test_large_numbers_have_no_exponent():
     """Neither in titles nor in sentences."""
     trace = simulate(gpipe(2, 2), lambda _: 2.5, unit="s")
