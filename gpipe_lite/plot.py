@@ -266,7 +266,7 @@ def draw_timeline(ax: Axes, trace: Trace, title: str = "", until: float | None =
         halo = [withStroke(linewidth=2.8, foreground="white")] if HATCH[phase] else []  # keeps the hatching off
         for event, width, left in zip(events, widths, lefts, strict=True):
             label = str(event.task.micro_batch)
-            size = min(FONT, (width * points - 1.5) / (DIGIT * len(label)))
+            size = min(FONT, (width * points - (3.5 if halo else 1.5)) / (DIGIT * len(label)))
             if size >= 0.64 * FONT:
                 place: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True}
                 x = left + width * scale / 2
