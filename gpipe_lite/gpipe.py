@@ -47,7 +47,7 @@ class GPipe(nn.Module):
     It is the model: its parameters are the model's own, under the same names. What hangs on the layers works as
     there: forward and backward hooks on them fire once a micro-batch, and forward hooks again when it is recomputed
     (:func:`gpipe_lite.is_recomputing` tells); hooks on parameters fire once a backward. Only gradients of gradients
-    cannot pass.
+    cannot pass. Several threads may call one pipe, unless its parameters have hooks.
 
     Args:
         module: the model; each layer takes what the one before returns, any nesting of tensors.

@@ -157,7 +157,8 @@ class Stage:
         self._with_statistics = layers_with_statistics(modules)
         self._deferred = DeferredStatistics(modules) if settings.defers_batch_norm else None
         self._buffers = Buffers(modules, settings.shared)
-        self._copies_input = _writes_into_input(layers[0][1])
+        # The micro-batches are views of one batch: a write into one would count as one into what others stashed.
+        self._copies_input = _writes_into_input(layers[0][1]) or (index == 0 and self._skips)
         self._num_forwards = self._num_backwards = 0
         self._is_reached = False  # whether any gradient came to something that requires grad
         self._is_sound = False  # whether the graph has been looked at

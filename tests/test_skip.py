@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -236,3 +237,34 @@ def test_an_unsplit_model_can_run_again_after_it_failed_halfway():
         Pop("a")(x)
     assert repr(model[0]) == "Stash('a')"
     assert repr(model[2]) == "Pop('a')"
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_first_layer_may_write_into_its_micro_batch_while_others_are_stashed(checkpoint):
+    """They are views of one batch, and share autograd's count of writes."""
+
+    class Normalise(nn.Module):
+        def forward(self, x):
+            return x.sub_(1.0).div_(2.0)
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            written.wait(5)  # until the first stage has written into the next micro-batch
+            return x
+
+    class Tells(nn.Module):
+        def forward(self, x):
+            passes.append(1)
+            if len(passes) == 2:
+                written.set()
+            return x
+
+    written, passes = threading.Event(), []
+    layers = [Normalise(), Tells(), Stash("a"), nn.Linear(3, 3), Slow(), Pop("a", torch.add)]
+    pipe = GPipe(nn.Sequential(*layers), [4, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint)
+    x = torch.randn(8, 3)
+    plain = nn.Sequential(*layers[:1], *layers[2:4], layers[5])
+    expected = plain(x.clone())
+    found = pipe(x)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
