@@ -75,6 +75,7 @@ images: $(READY) ## draw the pictures again
 
 bench: $(READY) ## measure speed
 	$(RUN) tests/benchmarks/speed.py $(ARGS)
+	$(RUN) tests/benchmarks/processes.py
 	$(RUN) tests/benchmarks/explore.py
 
 clean: ## remove caches and reports; rm -rf .venv starts over
